@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from ampwise.tune.align.align import align
-from ampwise.tune.align.alignment import better_size
+from ampwise.tune.align.matmuls import better_size
 from ampwise.tune.align.pad import pad_
 from ampwise.tune.align.result import Alignment
-from ampwise.tune.train_case import TrainCase, make_factory
-from ampwise.tune.training_step import TrainingStep, make_optimizer
+from ampwise.tune.train_case import TrainCase, TrainingStep, make_factory, make_optimizer
 from benchmarks.gpt import GPT, GPT2_124M, Shape
 from benchmarks.harness import Contender, Result, Times, alternate, note, publish_parts
 from benchmarks.step import PAIRED, Turns, device, has_gpu

@@ -16,7 +16,6 @@ import torch
 
 from ampwise.tune.compare.compare import compare
 from ampwise.tune.compare.result import PrecisionComparison
-from ampwise.tune.compare.speed_text import speed_headline
 from ampwise.tune.compare.speeds import PrecisionRow, SpeedComparison
 from benchmarks.harness import Result, note, publish_parts
 
@@ -54,7 +53,7 @@ def _notes(result: PrecisionComparison) -> list[str]:
     speeds = result.speeds
     noise = "not measured" if speeds.noise is None else f"±{speeds.noise:.2%}, in {speeds.rounds} rounds"
     flops = "not counted" if speeds.flops is None else f"{speeds.flops / 1e12:.4g} TFLOP a step, as torch counts them"
-    notes = [f"{speed_headline(speeds)}.", f"Noise: {noise}, FP32 against itself. Work: {flops}."]
+    notes = [f"{result.verdict}.", f"Noise: {noise}, FP32 against itself. Work: {flops}."]
     if speeds.clocks is not None:
         held = " and ".join(speeds.clocks.held_back_by) or "nothing"
         notes.append(f"Clock: {speeds.clocks.lowest} to {speeds.clocks.top} MHz, held back by {held}.")

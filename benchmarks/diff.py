@@ -20,8 +20,7 @@ import torch
 from ampwise.tune.diff.diff import DiffOptions, compare_sides
 from ampwise.tune.diff.result import Difference
 from ampwise.tune.diff.side import parse_side
-from ampwise.tune.train_case import TrainCase, make_factory
-from ampwise.tune.training_step import TrainingStep, make_optimizer
+from ampwise.tune.train_case import TrainCase, TrainingStep, make_factory, make_optimizer
 from benchmarks.gpt import GPT2_124M, GPT_1M
 from benchmarks.harness import Result, note
 from benchmarks.step import Row, device, has_gpu, suffix

@@ -22,14 +22,12 @@ from torch.nn.utils import clip_grad_norm_
 from ampwise.train.precision.contexts import PrecisionContexts
 from ampwise.train.precision.precision import PRECISIONS
 from ampwise.tune.memory.allocation_log import AllocationLog, rounded
+from ampwise.tune.memory.allocator import MemoryUsage
 from ampwise.tune.memory.device_memory import cublas_workspaces
 from ampwise.tune.memory.estimate import memory
-from ampwise.tune.memory.peak import Peak
 from ampwise.tune.memory.setup import TrainingSetup
-from ampwise.tune.memory.tracked_step import BACKWARD, CLIP, UPDATE
-from ampwise.tune.memory.tracker import FORWARD
-from ampwise.tune.train_case import CaseFactory, make_factory
-from ampwise.tune.training_step import make_optimizer
+from ampwise.tune.memory.tracker import BACKWARD, CLIP, FORWARD, UPDATE
+from ampwise.tune.train_case import CaseFactory, make_factory, make_optimizer
 from benchmarks import subjects
 from benchmarks.harness import Result, note
 
@@ -45,10 +43,10 @@ TASKS: tuple[tuple[str, Callable[..., Any], tuple[int, ...]], ...] = (
 Details = dict[str, Any]
 
 
-def predicted(maker: CaseFactory, batch: int, precision: str) -> tuple[Peak, AllocationLog]:
+def predicted(maker: CaseFactory, batch: int, precision: str) -> tuple[MemoryUsage, AllocationLog]:
     """From fake tensors on the CPU."""
     step = TrainingSetup(maker, optimizer="adamw", workspaces=WORKSPACES).step(PRECISIONS[precision], batch)
-    return step.peak, step.log
+    return step.usage, step.log
 
 
 class Measured:
@@ -147,14 +145,14 @@ def row(name: str, maker: CaseFactory, batch: int, precision: str) -> Details:
     """Prediction and measurement of one case; what fails is in it too."""
     found: Details = {"model": name, "batch": batch, "precision": precision}
     try:
-        peak, log = predicted(maker, batch, precision)
+        usage, log = predicted(maker, batch, precision)
         found["predicted"] = {
-            "peak": peak.allocated,
-            "reserved": peak.reserved,
-            "phase": peak.phase,
-            "phases": dict(peak.phases),
+            "peak": usage.peak,
+            "reserved": usage.reserved,
+            "phase": usage.phase,
+            "phases": dict(usage.phases),
             "after": {phase.name: sum(log.split(phase.end).values()) + WORKSPACES for phase in log.phases},
-            "split": dict(peak.split),
+            "split": dict(usage.split),
         }
         if torch.cuda.is_available():
             found["measured"] = measured = Measured(maker, batch, precision).run()

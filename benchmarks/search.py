@@ -21,9 +21,8 @@ import torch
 
 from ampwise.train.engine import Engine
 from ampwise.train.precision.policy import Policy
-from ampwise.tune.search.arrangement import arrange_formats
-from ampwise.tune.search.costs import unit_costs
-from ampwise.tune.search.format_choices import parse_formats
+from ampwise.tune.search.arrangement import arrange_formats, parse_formats
+from ampwise.tune.search.build_result import unit_costs
 from ampwise.tune.search.fp32_error import ErrorTally, Fp32Reference, ParameterGroups
 from ampwise.tune.search.passes import PassRunner, SearchBatch
 from ampwise.tune.search.result import SearchResult

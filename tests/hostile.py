@@ -18,7 +18,7 @@ from ampwise.guard.disk.writing import write_checkpoint
 from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
 from ampwise.runs.writer import RecordWriter
 from ampwise.trace.capsule import CapsuleContents, write
-from ampwise.trace.capsule.layout import CHECKSUM, METADATA
+from ampwise.trace.capsule.capsule_files import CHECKSUM, METADATA
 from ampwise.train.random_state import plain_random_state
 
 # The title of the window; the screen cleared; a style of ours, in a combination that we never write; a bell; 8-bit

@@ -23,7 +23,7 @@ from tools.peers_page import peers_page
 from tools.rules_page import RULES_FOLDER, rule_pages
 
 from ampwise.errors import BadInput
-from ampwise.rules import built_in_rules
+from ampwise.finding.registry import built_in_rules
 
 __all__ = [
     "NOTICE",

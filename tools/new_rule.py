@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
-from ampwise.rules import RETIRED_CODES
+from ampwise.finding.registry import RETIRED_CODES
 
 __all__ = ["main", "new_rule"]
 
@@ -23,15 +23,12 @@ RULES = "src/ampwise/rules"
 FIXTURES = "tests/rules/fixtures"
 
 RULE = '''\
-"""TODO: the mistake, as a noun phrase."""
-
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.project import SourceFile
@@ -44,21 +41,21 @@ RULE = Rule(
     summary="TODO: what is wrong, in one sentence.",
     why="TODO: what happens then, with numbers.",
     fix="TODO: what to do instead.",
-    bad="todo = 1",
-    good="todo = 2",
+    bad="TODO = 1",
+    good="TODO = 2",
 )
 # A file without one word of each group cannot have the mistake, and is not parsed. TODO
 NEEDS = ((".backward(",),)
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     """Find it in a script. ``code.regions`` are training steps with all paths through them."""
     for call in code.nodes(ast.Call):
         if code.outline.imports.qualified(call.func) == "torch.TODO":
             yield RULE.at(code.script.place(call), "TODO: what is wrong with this line")
 
 
-def check_event(step: OptimizerStep | ScalerStep) -> Iterator[Finding]:
+def check_event(step: OptimizerStep | ScalerStep) -> Findings:
     """Find it in a running script. Delete this check if a run does not show the mistake."""
     if step.optimizer == "TODO":
         yield RULE.at(step.site.place, "TODO: what is wrong with this call")

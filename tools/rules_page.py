@@ -8,7 +8,7 @@ from tools.markdown import NOTICE, Pages, page, plain, table
 
 from ampwise.cli.explain import FIXED_BY
 from ampwise.finding import Rule
-from ampwise.rules import found_by, rule_groups
+from ampwise.finding.registry import found_by, rule_groups
 
 __all__ = ["RULES_FOLDER", "rule_pages"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampwise.runs.thinning import RecordLimits
+from ampwise.runs.writer import RecordLimits
 from benchmarks.harness import Result
 from benchmarks.scale.counts import record_files
 from benchmarks.scale.machine import CLUSTER
@@ -35,14 +35,14 @@ def _steps() -> list[list[str]]:
             "step",
             "nothing: gradients are the same on all ranks",
             "nothing",
-            "train/scaler/rank_reduction.py, make_reduction",
+            "train/scaler/grad_stats.py, make_reduction",
         ],
         [
             "Engine or GradScaler, FSDP2: norm, skip, clipping",
             "step, each optimizer",
             "1 all-reduce of 24 bytes, device",
             time_words(LARGEST.device_s()),
-            "train/scaler/rank_reduction.py, reach",
+            "train/scaler/grad_stats.py, reach",
         ],
         [
             "Engine, windows with weights",
@@ -116,7 +116,7 @@ def _guarding() -> list[list[str]]:
         [
             "checkpoint",
             "every 10 min",
-            "13 collectives; 2 files, 3 fsyncs; its share written and read back",
+            "12 collectives; 2 files, 3 fsyncs; its share written and read back",
             f"{LARGEST.files:,} files, {LARGEST.fsyncs:,} fsyncs",
             "guard/disk/writing.py, write_checkpoint",
         ],
@@ -128,24 +128,17 @@ def _guarding() -> list[list[str]]:
             "guard/disk/writing.py, finish; guard/disk/catalog.py",
         ],
         [
-            "resume: proof",
-            "start",
-            "reads a share of the checkpoint",
-            f"{byte_words(LARGEST.rank_bytes)}, {time_words(LARGEST.verify_s)}",
-            "guard/resuming.py, _trouble",
-        ],
-        [
             "resume: tensors",
             "start",
             "reads its own file, and the first rank's, which has the step counters of the optimizer",
             f"{byte_words(LARGEST.read_bytes)}, {time_words(LARGEST.read_s)}",
-            "guard/disk/reading.py, prepare_local_plan",
+            "guard/disk/reading.py, CheckpointReader",
         ],
         [
             "resume: manifest",
             "start",
-            "reads it four times",
-            byte_words(4 * LARGEST.manifest_bytes),
+            "reads it once; the first rank twice",
+            byte_words(2 * LARGEST.manifest_bytes),
             "guard/disk/reading.py",
         ],
     ]
@@ -165,6 +158,6 @@ def _seldom() -> list[list[str]]:
             "with it, if asked for",
             "written by the rank where it arose",
             "the same",
-            "trace/bad_steps.py, _saved",
+            "trace/bad_steps.py, _look_into",
         ],
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ampwise.guard.disk.layout import plain_file, tensors_file
+from ampwise.guard.disk.manifest import plain_file, tensors_file
 
 __all__ = [
     "GROUPS_OF_A_GUARD",
@@ -56,10 +56,6 @@ def _scatter_object(group: str) -> list[Collective]:
     ]
 
 
-def _broadcast_object(group: str) -> list[Collective]:
-    return [Collective("broadcast", NUMBER, group), Collective("broadcast", None, group)]
-
-
 # --- a step --------------------------------------------------------------------------------------------------------
 
 
@@ -70,7 +66,7 @@ def step(
     found = []
     if weighed:  # train/ranks.py, Ranks.mean: the weight of a window
         found.append(Collective("all_reduce", NUMBER, "model"))
-    if sharded:  # train/scaler/rank_reduction.py, RankReduction.reach: sum of squares, infinities, NaNs, in FP64
+    if sharded:  # train/scaler/grad_stats.py, RankReduction.reach: sum of squares, infinities, NaNs, in FP64
         found += [Collective("all_reduce", 3 * NUMBER, "model")] * optimizers
     if fp8_layers:  # train/float8/delayed_scaling.py: the largest magnitude and a count of 3 operands, in FP32
         found.append(Collective("all_reduce", 3 * 2 * 4 * fp8_layers, "model"))
@@ -97,15 +93,13 @@ def begin_of_guard() -> list[Collective]:
 
 
 def save() -> list[Collective]:
-    """guard/checkpointing.py, save_now; guard/background_saver.py and guard/disk/writing.py in the group that saves.
+    """guard/checkpointing.py, save_now and BackgroundSaver; guard/disk/exchange.py in the group that saves.
 
-    Is it saved already; are weights finite; can it be written; plans to the first rank and back; what was written, to
-    the first rank; and the metadata of all tensors to everyone. One that is due begins without the first question.
+    Is it saved already; are weights finite; pieces to the first rank, and back what to write; what was written to the
+    first rank, and back where it is. One that is due begins without the first question.
     """
-    group = "save"
-    planned = [*_gather_object(group), *_scatter_object(group)]
-    written = [*_gather_object(group), *_broadcast_object(group)]
-    return [*_all_gather_object("agree"), *_all_gather_object(group) * 2, *planned, *written]
+    exchange = [*_gather_object("save"), *_scatter_object("save")]
+    return [*_all_gather_object("agree"), *_all_gather_object("save"), *exchange * 2]
 
 
 def checkpoint_files(ranks: int) -> int:
@@ -137,7 +131,7 @@ def operations(*, first: bool) -> dict[str, int]:
 
 
 def files_read(ranks: int) -> int:
-    """Of tensors, by a rank that goes on, at most (guard/disk/reading.py): each whole, to prove it.
+    """Of tensors, by a rank that goes on, at most (guard/disk/reading.py): each whole, to compare its checksum.
 
     Its own, and the first one's, which has the step counters and all else that is a single number.
     """

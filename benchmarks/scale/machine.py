@@ -69,9 +69,9 @@ class Machine:
     fsync_s = Known(10e-3, "s", "assumed", "an fsync")
     # Python, on one core
     sha256 = Known(1.5e9, "bytes/s", "measured here", "SHA-256")
-    piece_s = Known(160e-6, "s", "measured here", "a rank's piece of a tensor, planned and merged by the first rank")
+    piece_s = Known(55e-6, "s", "measured here", "a rank's piece of a tensor, planned and merged by the first rank")
     own_s = Known(16e-3, "s", "measured here", "a rank's own Python in a checkpoint, however small")
-    piece = Known(2500, "bytes", "measured here", "of memory for it, there")
+    piece = Known(1400, "bytes", "measured here", "of memory for it, there")
     answer_s = Known(30e-6, "s", "measured here", "a rank's word in an exchange of objects, on every rank")
     row_s = Known(15e-6, "s", "measured here", "a step of a record, read")
     row = Known(700, "bytes", "measured here", "of memory for it")
@@ -80,9 +80,9 @@ class Machine:
     row_on_disk = Known(71, "bytes", "measured here", "of a step in a record")
     census_on_disk = Known(180, "bytes", "measured here", "of a tensor in a sample of a record")
     plain = Known(24_000, "bytes", "measured here", "of a rank's plain file: nearly all the state of random numbers")
-    planned = Known(180, "bytes", "measured here", "of a piece in a rank's plan")
-    shared = Known(120, "bytes", "measured here", "of a piece in what a rank says that it has written")
-    told = Known(42, "bytes", "measured here", "of a piece in the metadata that all are told")
+    planned = Known(72, "bytes", "measured here", "of a piece in what a rank has")
+    shared = Known(98, "bytes", "measured here", "of a piece in what a rank is told to write")
+    told = Known(180, "bytes", "measured here", "of what a rank has written, and is told of the checkpoint")
     word = Known(16, "bytes", "measured here", "of a short answer")
     address = Known(
         154, "bytes", "measured here", "that a rank says of itself to make a gloo group, and 8 for each other"

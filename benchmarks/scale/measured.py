@@ -1,6 +1,6 @@
 """What ampwise's own Python takes on one core of this machine, a piece, an answer, a row: by ampwise's own functions.
 
-Without ranks: the first rank of hundreds is played with the plans that they would send it.
+Without ranks: the first rank of hundreds is played with the pieces that they would send it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.distributed_c10d import _object_to_tensor, _tensor_to_object
 
 from ampwise import Engine, Guard
-from ampwise.guard.disk.layout import plain_file, tensors_file
-from ampwise.guard.disk.manifest import CheckpointManifest, StoredFile
-from ampwise.guard.disk.writing import _CheckpointWriter, _piece, _RankOutput, _StagedPlanner
+from ampwise.guard.disk.catalog import SavedCheckpoint
+from ampwise.guard.disk.manifest import CheckpointManifest, StoredFile, plain_file, tensors_file
+from ampwise.guard.disk.writing import LocalPiece, plan_pieces
 from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.census.measure import census
 from ampwise.runs.reader import Run
@@ -30,7 +28,7 @@ from ampwise.runs.rows import LayerSample, StepRow
 from ampwise.runs.writer import RecordWriter
 from benchmarks.scale.models import Model, piece_rows
 
-__all__ = ["be_the_first", "every", "plans"]
+__all__ = ["be_the_first", "every", "pieces"]
 
 ROWS = 2000  # of a record
 SAMPLES = 20
@@ -51,27 +49,31 @@ def every(model: Model) -> dict[str, float]:
 
 
 def sent_bytes(model: Model, ranks: int) -> dict[str, float]:
-    """Of a piece, in what ranks send each other."""
-    sent = [pickle.dumps(plan) for plan in plans(model, ranks)]
-    plan = pickle.loads(sent[0])
-    planner = _planner(sent)
-    _, metadata = planner.create_global_plan([pickle.loads(each) for each in sent])
+    """Of a piece, in what ranks send each other; and of what they say at the end."""
+    sent = [pickle.dumps(each) for each in pieces(model, ranks)]
+    planned = plan_pieces([pickle.loads(each) for each in sent])
+    mine = {
+        piece.key: name for name, tensor in planned.items() for piece in tensor.pieces if piece.file == tensors_file(0)
+    }
+    saved = SavedCheckpoint(
+        Path("checkpoints/step-00000001"), 1, 1, 0.0, 1, ranks, {"command": ["train.py"]}, False, ""
+    )
     return {
-        "planned": len(sent[0]) / len(plan.items),
-        "shared": len(pickle.dumps(_share(0, plan))) / len(plan.items),
-        "told": len(pickle.dumps(metadata)) / model.pieces(ranks),
+        "planned": len(sent[0]) / len(pickle.loads(sent[0])),
+        "shared": len(pickle.dumps(mine)) / len(mine),
+        "told": len(pickle.dumps(saved)),
     }
 
 
 def piece_s(model: Model, ranks: int) -> float:
     """Seconds that the first rank takes for a piece: unpickled, planned, merged and told."""
-    sent = [pickle.dumps(plan) for plan in plans(model, ranks)]
+    sent = [pickle.dumps(each) for each in pieces(model, ranks)]
     return _seconds(lambda: be_the_first(sent), repeats=1) / model.items(ranks, ranks)
 
 
 def piece(model: Model, ranks: int) -> float:
     """Bytes of its memory for a piece, at the most."""
-    sent = [pickle.dumps(plan) for plan in plans(model, ranks)]
+    sent = [pickle.dumps(each) for each in pieces(model, ranks)]
     tracemalloc.start()
     be_the_first(sent)
     _, peak = tracemalloc.get_traced_memory()
@@ -80,49 +82,31 @@ def piece(model: Model, ranks: int) -> float:
 
 
 def be_the_first(sent: list[bytes]) -> CheckpointManifest:
-    """From what ranks sent to the metadata that they are told, and the manifest as it would be on disk."""
-    plans, metadata = _planner(sent).create_global_plan([pickle.loads(plan) for plan in sent])
-    told = [pickle.dumps(plan) for plan in plans]
-    shares = [_share(rank, pickle.loads(plan)) for rank, plan in enumerate(told)]
-    with TemporaryDirectory() as folder:
-        manifest = _CheckpointWriter(Path(folder), 1, {}, 0, len(sent))._manifest(metadata, shares)
-    pickle.dumps(metadata)
+    """From what ranks sent to what they are told, and the manifest as it would be on disk."""
+    planned = plan_pieces([pickle.loads(each) for each in sent])
+    keys: dict[str, dict[str, str]] = {}
+    for name, tensor in planned.items():
+        for piece in tensor.pieces:
+            keys.setdefault(piece.file, {})[piece.key] = name
+    pickle.dumps(list(keys.values()))
+    digest = StoredFile(1, "0" * 64)
+    files = {name: digest for rank in range(len(sent)) for name in (tensors_file(rank), plain_file(rank))}
+    manifest = CheckpointManifest(1, 1, time.time(), len(sent), {}, files, planned)
     return CheckpointManifest.parse(manifest.text().encode())
 
 
-def plans(model: Model, ranks: int) -> list[SavePlan]:
-    """What each rank would bring, had FSDP2 cut the model."""
-    found: list[list[WriteItem]] = [[] for _ in range(ranks)]
+def pieces(model: Model, ranks: int) -> list[list[LocalPiece]]:
+    """What each rank would have, had FSDP2 cut the model."""
+    found: list[list[LocalPiece]] = [[] for _ in range(ranks)]
     for name, shape in model.state():
         if not shape:
-            for items in found:
-                items.append(_item(name, shape, (), (), WriteItemType.TENSOR))
+            for each in found:
+                each.append(LocalPiece(name, "F32", shape, (), (), True))
             continue
-        for items, (first, rows) in zip(found, piece_rows(shape[0], ranks), strict=False):
+        for each, (first, rows) in zip(found, piece_rows(shape[0], ranks), strict=False):
             offsets, sizes = (first, *(0 for _ in shape[1:])), (rows, *shape[1:])
-            items.append(_item(name, shape, offsets, sizes, WriteItemType.SHARD))
-    return [SavePlan(items) for items in found]
-
-
-def _item(name: str, shape: Any, offsets: Any, sizes: Any, kind: WriteItemType) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    facts = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=torch.float32), size=torch.Size(shape))
-    return WriteItem(index=MetadataIndex(name, torch.Size(offsets)), type=kind, tensor_data=facts)
-
-
-def _planner(sent: list[bytes]) -> _StagedPlanner:
-    planner = _StagedPlanner({}, alike={item.index.fqn for item in pickle.loads(sent[0]).items})
-    planner.set_up_planner({}, is_coordinator=True)
-    return planner
-
-
-def _share(rank: int, plan: SavePlan) -> _RankOutput:
-    file = tensors_file(rank)
-    digest = "0" * 64
-    return _RankOutput(
-        {file: StoredFile(1, digest), plain_file(rank): StoredFile(1, digest)},
-        [(item.index.fqn, _piece(item, file)) for item in plan.items],
-    )
+            each.append(LocalPiece(name, "F32", tuple(shape), offsets, sizes, True))
+    return found
 
 
 def own_s() -> float:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from ampwise.guard.disk.layout import tensors_file
-from ampwise.tune.memory.decoder_shapes import DecoderShape, decoder_shape, parse_count
+from ampwise.guard.disk.manifest import tensors_file
+from ampwise.tune.memory.decoder import DecoderShape, decoder_shape, parse_count
 
 __all__ = ["MODELS", "Model", "model_of", "piece_rows"]
 

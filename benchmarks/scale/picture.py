@@ -24,7 +24,7 @@ def picture() -> str:
         Line("the guard's patience", lambda _: PATIENCE_S, dashed=True),
         Line("start: groups are made", _over(lambda each: each.meeting_s)),
         Line("first rank merges", _over(lambda each: each.checkpoint().first_rank)),
-        Line("resume: a rank reads", _over(lambda each: each.verify_s + each.read_s)),
+        Line("resume: a rank reads", _over(lambda each: each.read_s)),
         Line("names and fsyncs", _over(lambda each: each.checkpoint().names)),
         Line("exchanges", _over(lambda each: each.checkpoint().exchanges)),
         Line("data, there and back", _over(lambda each: each.checkpoint().data)),

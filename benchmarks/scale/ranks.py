@@ -29,14 +29,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ampwise import Engine, Fp8, Guard
-from ampwise.guard.disk import catalog, reading
-from ampwise.guard.disk.layout import MANIFEST
+from ampwise.guard.disk import reading
+from ampwise.guard.disk.manifest import MANIFEST
 from ampwise.runs.files import write_atomically
 from ampwise.runs.writer import RecordWriter
 from ampwise.train.float8.delayed_scaling import DelayedScales
-from ampwise.train.scaler.rank_reduction import RankReduction
+from ampwise.train.scaler.grad_stats import RankReduction
 from ampwise.watch.watch import Watch
-from benchmarks.scale.recorders import Exchanges, Meetings, Operations, Proofs, Seen
+from benchmarks.scale.recorders import Exchanges, Meetings, Operations, Reads, Seen
 
 __all__ = ["LAYERS", "model", "seen"]
 
@@ -144,13 +144,13 @@ def guarded(folder: Path, exchanges: Exchanges, operations: Operations, *, timed
 
 
 def resumed(folder: Path) -> Seen:
-    """Files that this rank proves for all, and those that it reads for itself, when the run goes on."""
+    """Files of tensors that this rank reads when the run goes on, and how many it reads more than once."""
     engine = engine_of(sharded())
-    with Proofs(catalog) as shared, Proofs(reading) as own:
+    with Reads(reading) as own:
         guard = Guard(engine, folder, patience="1min")
         guard.begin()
         guard.close()
-    return {"proven": len(shared.found), "read": sum(name.endswith(".safetensors") for name in own.found)}
+    return {"read": len(own.found), "again": len(own.found) - len(set(own.found))}
 
 
 def _save_s(guard: Guard, loss: Callable[[Tensor], Tensor]) -> float:

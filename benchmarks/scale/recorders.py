@@ -16,9 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
-from ampwise.guard.disk.manifest import CheckpointManifest
-
-__all__ = ["Exchanges", "Meetings", "Operations", "Proofs", "Seen"]
+__all__ = ["Exchanges", "Meetings", "Operations", "Reads", "Seen"]
 
 Seen = dict[str, Any]  # by a rank, by case
 KINDS = ("all_reduce", "all_gather", "gather", "scatter", "broadcast")
@@ -89,23 +87,23 @@ class Operations:
             self.found["rename"] += 1
 
 
-class Proofs:
-    """Files of a checkpoint whose checksums a module asks for, by name."""
+class Reads:
+    """Files of tensors that a module reads, by name."""
 
     def __init__(self, module: ModuleType) -> None:
-        self._module, self._before = module, module.verify_file
+        self._module, self._before = module, module.read_tensors
         self.found: list[str] = []
 
-    def __enter__(self) -> Proofs:
-        self._module.verify_file = self._noting  # type: ignore[attr-defined]
+    def __enter__(self) -> Reads:
+        self._module.read_tensors = self._noting  # type: ignore[attr-defined]
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._module.verify_file = self._before  # type: ignore[attr-defined]
+        self._module.read_tensors = self._before  # type: ignore[attr-defined]
 
-    def _noting(self, folder: Path, name: str, manifest: CheckpointManifest) -> None:
-        self.found.append(name)
-        self._before(folder, name, manifest)
+    def _noting(self, path: Path, **options: Any) -> Any:
+        self.found.append(path.name)
+        return self._before(path, **options)
 
 
 class Meetings(Store):

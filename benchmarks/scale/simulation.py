@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ampwise.guard.disk.layout import LARGEST_MANIFEST
-from ampwise.guard.durations import seconds
-from ampwise.runs.thinning import RecordLimits
+from ampwise.guard.checkpointing import seconds
+from ampwise.guard.disk.manifest import LARGEST_MANIFEST
+from ampwise.runs.writer import RecordLimits
 from benchmarks.scale import counts
 from benchmarks.scale.machine import CLUSTER, Machine
 from benchmarks.scale.models import Model
@@ -113,11 +113,10 @@ class Setting:
         return max(self.rank_bytes / self.machine.rank_disk, self.model.bytes() / self.machine.disk)
 
     def _saving_s(self) -> float:
-        """Of the objects: words, twice; plans there and back; what was written; metadata to all."""
+        """Of the objects: a word; pieces there, and back what to write; what was written, and where it is."""
         each = self.model.items(self.cut, self.ranks) / self.ranks
         machine = self.machine
-        plan = machine.planned * each
-        sizes = iter((machine.word, machine.word, plan, plan, machine.shared * each, machine.told * self.pieces))
+        sizes = iter((machine.word, machine.planned * each, machine.shared * each, machine.told, machine.told))
         law = [found for found in counts.save() if found.group == "save"]
         total = 0.0
         for found in law:
@@ -133,18 +132,13 @@ class Setting:
     # Going on
 
     @property
-    def verify_s(self) -> float:
-        """Each rank proves a share of the checkpoint (guard/resuming.py, _trouble)."""
-        return self.rank_bytes / self.machine.sha256 + self._moved_s()
-
-    @property
     def read_bytes(self) -> float:
-        """Of the files that a rank needs, each of which it reads whole (guard/disk/reading.py, prepare_local_plan)."""
+        """Of the files that a rank needs, each of which it reads whole (guard/disk/reading.py, CheckpointReader)."""
         return counts.files_read(self.ranks) * self.rank_bytes
 
     @property
     def read_s(self) -> float:
-        """Until all ranks have them: they wait for each other once it is proven, and then again."""
+        """Until all ranks have them: they wait for each other until all checksums are compared."""
         moved = max(self.read_bytes / self.machine.rank_disk, self.ranks * self.read_bytes / self.machine.disk)
         return self.read_bytes / self.machine.sha256 + moved
 
@@ -249,7 +243,7 @@ def limits(machine: Machine = CLUSTER) -> list[Breaks]:
         ),
         Breaks(
             "the engine's exchange takes over 1 % of a step",
-            "train/scaler/rank_reduction.py, reach",
+            "train/scaler/grad_stats.py, reach",
             lambda each: each.device_s() > 0.01 * each.step_s,
         ),
     ]

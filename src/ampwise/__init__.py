@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ampwise.finding import Place as Place
     from ampwise.finding import Rule as Rule
     from ampwise.finding import Severity as Severity
+    from ampwise.finding.registry import find_rule as find_rule
     from ampwise.guard.guard import Guard as Guard
     from ampwise.guard.ladder import Ladder as Ladder
     from ampwise.guard.stopping import Stopped as Stopped
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ampwise.hardware import describe_machine as describe_machine
     from ampwise.hardware import find_gpu as find_gpu
     from ampwise.numbers.census.algebra import Census as Census
-    from ampwise.numbers.census.count import Count as Count
+    from ampwise.numbers.census.algebra import Count as Count
     from ampwise.numbers.census.device_census import DeviceCensus as DeviceCensus
     from ampwise.numbers.census.measure import census as census
     from ampwise.numbers.formats import BlockFormat as BlockFormat
@@ -41,13 +42,12 @@ if TYPE_CHECKING:
     from ampwise.numbers.formats.cast import cast as cast
     from ampwise.report.comparison.comparison import Comparison as Comparison
     from ampwise.report.notebook import Run as Run
-    from ampwise.rules import find_rule as find_rule
     from ampwise.trace.capsule.saving import Capsules as Capsules
     from ampwise.trace.tracing import trace as trace
     from ampwise.train.engine import Engine as Engine
     from ampwise.train.float8.recipe import Fp8 as Fp8
     from ampwise.train.low_bit.optimizers import make_optimizer as make_optimizer
-    from ampwise.train.precision.keep import keep as keep
+    from ampwise.train.precision.call_in_precision import keep as keep
     from ampwise.train.precision.policy import Policy as Policy
     from ampwise.train.scaler.grad_scaler import GradScaler as GradScaler
     from ampwise.tune.advise.advise import advise as advise
@@ -69,7 +69,7 @@ _HOMES = {
     "Capsules": "trace.capsule.saving",
     "Census": "numbers.census.algebra",
     "Comparison": "report.comparison.comparison",
-    "Count": "numbers.census.count",
+    "Count": "numbers.census.algebra",
     "DeviceCensus": "numbers.census.device_census",
     "Difference": "tune.diff.result",
     "Edit": "finding",
@@ -103,8 +103,8 @@ _HOMES = {
     "diff": "tune.diff.diff",
     "find_format": "numbers.formats",
     "find_gpu": "hardware",
-    "find_rule": "rules",
-    "keep": "train.precision.keep",
+    "find_rule": "finding.registry",
+    "keep": "train.precision.call_in_precision",
     "make_optimizer": "train.low_bit.optimizers",
     "memory": "tune.memory.estimate",
     "pad_": "tune.align.pad",

@@ -8,7 +8,8 @@ import cProfile
 
 import pytest
 
-from ampwise.check.linter import CheckTask, check_texts, source_rules
+from ampwise.check.linter import CheckTask, check_texts
+from ampwise.finding.registry import source_rules
 
 from .effort import FULL
 from .hostile import SOURCES

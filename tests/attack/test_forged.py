@@ -17,9 +17,9 @@ from ampwise import BadInput, Capsules, Engine, Guard
 from ampwise.cli import main
 from ampwise.errors import AmpwiseError
 from ampwise.finding import Place
+from ampwise.finding.registry import find_rule
 from ampwise.guard.disk.catalog import checkpoints, mark_good
 from ampwise.numbers.census.algebra import Census
-from ampwise.rules import find_rule
 from ampwise.runs.events import LoggedEvent
 from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
 from ampwise.runs.writer import RecordWriter

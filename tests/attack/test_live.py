@@ -12,7 +12,7 @@ import pytest
 
 from ampwise.report.live import server as server_module
 from ampwise.report.live.server import serve
-from ampwise.runs.follower import RecordFollower
+from ampwise.runs.reader import RecordFollower
 from ampwise.runs.writer import RecordWriter
 
 from .effort import rounds

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ampwise.integrations import mcp_tools
+from ampwise.integrations import mcp_server
 
 from .effort import rounds
 
@@ -192,7 +192,7 @@ def test_arguments_of_any_kind_are_answered(agent):
         text = agent.said(agent.call(chance.choice([*CHEAP, "run", "", "__init__"]), **given))[1]
         assert "Traceback" not in text
         assert SECRET not in text
-        assert len(text) < 2 * mcp_tools.LONGEST
+        assert len(text) < 2 * mcp_server.LONGEST
     assert agent.is_well()
 
 
@@ -228,7 +228,7 @@ def test_many_at_once_are_answered_some_are_called_off_and_nothing_stays(agent):
     for number in asked:
         if number not in off:
             assert "AMP101" in agent.said(number)[1]
-            assert len(agent.workers()) <= mcp_tools.MOST_AT_ONCE
+            assert len(agent.workers()) <= mcp_server.MOST_AT_ONCE
     assert agent.is_well()
     end = time.monotonic() + PATIENCE_S
     while agent.workers() and time.monotonic() < end:

@@ -61,7 +61,7 @@ def test_a_state_of_an_optimizer_that_the_files_do_not_have(tmp_path, key, form)
 
 
 def test_a_capsule_of_many_lists(tmp_path):
-    data = f'{{"format": "ampwise-capsule", "version": 1, "args": [{MANY}0]}}'
+    data = f'{{"format": "ampwise-capsule", "version": 2, "args": [{MANY}0]}}'
     sealed(tmp_path / "capsule.json", tmp_path / "capsule.sha256", data)
     with little_memory(), pytest.raises(BadInput, match=MOST):
         read(tmp_path)
@@ -75,9 +75,9 @@ def test_a_header_of_tensors_of_many_lists(tmp_path):
 
 
 def test_a_manifest_of_many_lists_or_ranks():
-    many = f'{{"format": "ampwise-checkpoint", "version": 2, "about": [{MANY * 3}0]}}'.encode()
+    many = f'{{"format": "ampwise-checkpoint", "version": 3, "about": [{MANY * 3}0]}}'.encode()
     ranks = {"step": 1, "number": 1, "saved": 1, "world_size": 100_000, "about": {}, "files": {}, "tensors": {}}
-    few = json.dumps({"format": "ampwise-checkpoint", "version": 2, **ranks}).encode()
+    few = json.dumps({"format": "ampwise-checkpoint", "version": 3, **ranks}).encode()
     with little_memory(1_000_000):
         with pytest.raises(DamagedCheckpoint, match="lists and objects; the limit is 3,000,000"):
             CheckpointManifest.parse(many)

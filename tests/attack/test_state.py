@@ -147,7 +147,7 @@ def train(run, data, *, ends=None):
                 steps += 1
             if steps == ends:
                 return
-        run.guard._finish()
+        run.guard.__exit__(None, None, None)
     finally:
         run.guard.close()
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from ampwise.guard.disk.layout import MANIFEST
+from ampwise.guard.disk.manifest import MANIFEST
 
 from ..hostile import TRAIN, acting, capsule, checkpoints, leaves, record, resealed, shown
 from .effort import rounds

@@ -48,7 +48,7 @@ def planted(monkeypatch):
         plant("AMP301", "call-crash", called="crash"),
         plant("AMP302", "call-endless", called="endless", good="endless"),
     ]
-    monkeypatch.setattr("ampwise.rules.source_rules", lambda: tuple(modules))
+    monkeypatch.setattr("ampwise.finding.registry.source_rules", lambda: tuple(modules))
     monkeypatch.delenv("AMPWISE_DEBUG", raising=False)
     return modules
 

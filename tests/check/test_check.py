@@ -107,7 +107,7 @@ def test_the_settings_of_each_folder_and_then_the_command_line(folder):
     ],
 )
 def test_a_selector_in_the_settings_that_means_nothing_is_said(folder, monkeypatch, settings, where):
-    monkeypatch.setattr("ampwise.rules.all_rules", list)
+    monkeypatch.setattr("ampwise.finding.registry.all_rules", list)
     folder({"a.py": "bad()", "ampwise.toml": settings})
     with pytest.raises(UnknownName, match=f"unknown rule selector {where}"):
         run()

@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ampwise.rules
 from ampwise.check.selectors import SelectorLayer, chosen_codes, matching_codes
 from ampwise.errors import BadInput, UnknownName
-from ampwise.finding import Rule, Severity
+from ampwise.finding import Rule, Severity, registry
 
 
 def make(code, name, on_by_default=True):
@@ -27,7 +26,7 @@ def make(code, name, on_by_default=True):
 @pytest.fixture
 def registered(monkeypatch):
     """All the rules there are, of which only one is about something else than source."""
-    monkeypatch.setattr(ampwise.rules, "all_rules", lambda: [make("AMP701", "hot")])
+    monkeypatch.setattr(registry, "all_rules", lambda: [make("AMP701", "hot")])
 
 
 RULES = [

@@ -10,7 +10,7 @@ from benchmarks.subjects import GPT_1_3B
 from ampwise.hardware import gpu_named, gpus
 from ampwise.train.float8.layer_choice import choose_layers
 from ampwise.train.float8.recipe import Fp8
-from ampwise.tune.align.alignment import multiple_for
+from ampwise.tune.align.matmuls import multiple_for
 
 from .claim import claim
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -13,19 +12,6 @@ import pytest
 import ampwise.hardware.target
 from ampwise.cli import main
 from ampwise.hardware import Cpu, Fp32Switches, Machine, TorchInfo
-
-WITHOUT_TORCH = """
-import sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torch":
-            raise ModuleNotFoundError("No module named 'torch'", name="torch")
-
-sys.meta_path.insert(0, Blocker())
-from ampwise.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -312,36 +298,3 @@ def test_whoever_asks_something_is_not_asked(capsys, answering, on_a_cpu, words)
     asked = answering()
     code, _ = advised(capsys, *words)
     assert (code, asked) == (0, [])
-
-
-# Without torch
-
-
-def test_torch_stays_out():
-    code = (
-        "import sys\nfrom ampwise.cli import main\n"
-        "assert main(['advise', '--gpu', 'v100-sxm2-16', '--want', 'bf16', '--params', '7B']) == 1\n"
-        "print([name for name in ('torch', 'numpy', 'rich') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_without_torch_it_says_so_and_advises(tmp_path):
-    def run(*words):
-        return subprocess.run(
-            [sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, cwd=tmp_path
-        )
-
-    bare = run("advise")
-    assert bare.returncode == 0, bare.stderr
-    assert bare.stdout.startswith(
-        "Train a model in BF16 where the device has tensor cores for it, else FP16 with a loss scale.\n"
-    )
-    assert "torch is not installed, so this machine's devices are unknown" in " ".join(bare.stdout.split())
-    model = run("advise", "train:make", "--gpu", "h200")
-    assert model.returncode == 2
-    assert model.stderr == (
-        "ampwise: error: advise needs torch to inspect a model: pip install 'ampwise[torch]'. "
-        "Or give its size and kind: --params 124M --arch transformer.\n"
-    )

@@ -53,8 +53,8 @@ def check(tmp_path, monkeypatch, capsys):
         plant("AMP201", "call-plain", "plain"),
         plant("AMP301", "call-crash", "crash"),
     ]
-    monkeypatch.setattr("ampwise.rules.source_rules", lambda: tuple(modules))
-    monkeypatch.setattr("ampwise.rules.all_rules", list)
+    monkeypatch.setattr("ampwise.finding.registry.source_rules", lambda: tuple(modules))
+    monkeypatch.setattr("ampwise.finding.registry.all_rules", list)
     monkeypatch.chdir(tmp_path)
     for variable in ("AMPWISE_OUTPUT_FORMAT", "GITHUB_ACTIONS", "AMPWISE_DEBUG", "FORCE_COLOR"):
         monkeypatch.delenv(variable, raising=False)

@@ -8,7 +8,7 @@ import pytest
 from ampwise.cli import explain, main
 from ampwise.cli.explain import page, search, table
 from ampwise.finding import Rule, Severity
-from ampwise.rules import all_rules, find_rule
+from ampwise.finding.registry import all_rules, find_rule, found_by
 
 RULE = Rule(
     code="AMP101",
@@ -91,7 +91,9 @@ def test_every_rule_is_explained_by_code_and_by_name(rule, capsys):
 def test_json(capsys):
     rule = all_rules()[0]
     assert main(["explain", rule.code, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {**rule.as_dict(), "found_by": ["ampwise check", "ampwise run"]}
+    assert json.loads(capsys.readouterr().out) == [{**rule.as_dict(), "found_by": ["ampwise check", "ampwise run"]}]
+    for key in (*rule.as_dict(), "found_by"):
+        assert key in explain.__doc__, "the help names every key"
 
 
 def test_an_unknown_rule_is_one_line_and_exit_2(capsys):
@@ -100,6 +102,12 @@ def test_an_unknown_rule_is_one_line_and_exit_2(capsys):
     err = capsys.readouterr().err
     assert err.startswith(f"ampwise: error: unknown rule '{name}x'. Did you mean {name}")
     assert err.count("\n") == 1
+
+
+def test_a_removed_rule_says_what_replaced_it(capsys):
+    assert main(["explain", "AMP802"]) == 2
+    err = capsys.readouterr().err
+    assert err == "ampwise: error: unknown rule 'AMP802'. AMP802 became a log event of the guard, `step-skipped`.\n"
 
 
 def test_the_examples_in_the_help_exist():
@@ -171,7 +179,8 @@ def test_without_an_argument_every_rule_is_listed(capsys):
     out = capsys.readouterr().out
     assert all(rule.code in out and rule.name in out for rule in all_rules())
     assert main(["explain", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == [rule.as_dict() for rule in all_rules()]
+    listed = json.loads(capsys.readouterr().out)
+    assert listed == [{**rule.as_dict(), "found_by": found_by(rule)} for rule in all_rules()]
 
 
 def test_a_word_finds_the_rules_that_mention_it(capsys):

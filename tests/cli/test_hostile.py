@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ampwise.cli import build_parser, commands
-from ampwise.guard.disk.layout import MANIFEST
+from ampwise.guard.disk.manifest import MANIFEST
 
 from ..hostile import (
     ACTS,
@@ -44,7 +44,7 @@ ampwise.hardware.describe_machine = lambda: machine
 
 # A record that may yet come is waited for.
 IMPATIENT = """
-from ampwise.report.live.wait_for_record import wait_for_record
+from ampwise.report.live.poller import wait_for_record
 wait_for_record.__kwdefaults__["patience_s"] = 0.0
 """
 

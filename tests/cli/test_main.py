@@ -1,5 +1,6 @@
 """The frame around the commands, run as a person runs it."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import ampwise.cli
 from ampwise.cli import commands, main
+from ampwise.runs.writer import RecordWriter
 
 TEST_COMMANDS = {
     "sleep": "print('ready', flush=True); import time; time.sleep(60)",
@@ -35,10 +38,6 @@ PLAIN.pop("PYTHONUNBUFFERED", None)  # it would hide what is flushed too late
 
 
 COMMAND = [sys.executable, "-m", "ampwise"]
-
-
-def ampwise(*words, **options):
-    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=120, env=PLAIN, **options)
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +69,11 @@ def here(capsys, monkeypatch):
     return run
 
 
-def test_bare_prints_help_and_is_content():
-    done = ampwise()
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(command in done.stdout for command in commands())
-    assert ampwise("--help").stdout == done.stdout
+def test_bare_prints_help_and_is_content(here):
+    code, said, complained = here()
+    assert (code, complained) == (0, "")
+    assert all(command in said for command in commands())
+    assert here("--help") == (0, said, "")
 
 
 @pytest.mark.parametrize(
@@ -112,27 +111,21 @@ def test_every_command_explains_itself_with_an_example(here, command):
     assert f"  ampwise {command}" in said
 
 
-def test_version():
-    done = ampwise("--version")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("ampwise ")
+def test_version(here):
+    code, said, complained = here("--version")
+    assert (code, complained) == (0, "")
+    assert said.startswith("ampwise ")
 
 
-def test_brackets_and_percents_in_help_are_kept(with_test_commands):
-    one = run(with_test_commands, "three", "--help").stdout
-    assert "Odd [brackets] and 100% of {braces}." in one
-    assert '  ampwise three [--opt] "a[0]"' in one
-    assert "a [bracketed] help" in one
-    assert "Odd [brackets] and 100% of {braces}" in run(with_test_commands).stdout
-
-
-def test_a_command_decides_its_exit_code(with_test_commands):
-    assert run(with_test_commands, "three").returncode == 3
-
-
-def test_an_error_on_purpose_is_one_line(with_test_commands):
-    done = run(with_test_commands, "refuse")
-    assert (done.returncode, done.stderr) == (2, "ampwise: error: asked for 3, possible are 1 and 2\n")
+def test_a_command_is_a_file_in_the_folder(here, with_test_commands, monkeypatch):
+    monkeypatch.setattr("ampwise.cli.__path__", [*ampwise.cli.__path__, with_test_commands[-1]])
+    _, said, _ = here("three", "--help")
+    assert "Odd [brackets] and 100% of {braces}." in said
+    assert '  ampwise three [--opt] "a[0]"' in said
+    assert "a [bracketed] help" in said
+    assert "Odd [brackets] and 100% of {braces}" in here()[1]
+    assert here("three") == (3, "", "")
+    assert here("refuse") == (2, "", "ampwise: error: asked for 3, possible are 1 and 2\n")
 
 
 def test_a_bug_is_a_traceback(with_test_commands):
@@ -214,16 +207,6 @@ def test_an_error_of_the_system_that_is_not_about_output_is_a_bug(with_test_comm
     assert done.stderr.startswith("Traceback")
 
 
-def test_the_frame_is_light():
-    heavy = ["torch", "numpy", "pydantic", "rich", "rich_argparse", "importlib.metadata"]
-    code = (
-        "import sys, ampwise.cli as c; c.main(['rules']); c.main(['explain', 'AMP701']);"
-        f"print([name for name in {heavy} if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
-
-
 def test_python_m_runs_nothing_of_the_current_folder(tmp_path):
     """`python -m` has the current folder first on its path: a json.py there, or a plugin, would be run by a check."""
     trap = "open('was-run', 'a').write(__name__)\n"
@@ -234,6 +217,86 @@ def test_python_m_runs_nothing_of_the_current_folder(tmp_path):
     (tmp_path / "plugin-1.0.dist-info" / "entry_points.txt").write_text("[ampwise.rules]\nplugin = plugin\n")
     (tmp_path / "ampwise.toml").write_text('select = ["AMP101"]\n')
     (tmp_path / "train.py").write_text("import torch\nscaler = torch.cuda.amp.GradScaler()\n")
-    done = ampwise("check", ".", "--json", cwd=tmp_path)
+    words = [*COMMAND, "check", ".", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=PLAIN, cwd=tmp_path)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
     assert not (tmp_path / "was-run").exists()
+
+
+# Without torch
+
+
+READS = """
+import sys
+from ampwise.cli import main
+for words in ("explain AMP701", "formats", "gpu h200", "skill", "advise --gpu h200", "report a", "report a b"):
+    assert main(words.split()) == 0, words
+    assert "torch" not in sys.modules, f"{words} loads torch"
+"""
+
+
+def test_what_reads_leaves_torch_out(tmp_path):
+    for name in ("a", "b"):
+        RecordWriter.create(tmp_path / name, command=["train.py"], script="train.py", environment={}).close(
+            "finished", 0
+        )
+    subprocess.run([sys.executable, "-c", READS], cwd=tmp_path, capture_output=True, text=True, check=True)
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory):
+    """The exit code and the output of each command where torch is not installed, all from one process."""
+    words = [
+        *("gpu", "advise", "advise train:make --gpu h200"),
+        *("align m:f", "compare m:f", "diff m:f", "memory --params 7B", "replay .", "search m:f"),
+        *("compare m:f --clip x", "memory --batch x", "search m:f --out no/such", "align m:f --gpu x"),
+    ]
+    code = (
+        "import contextlib, io, json, sys\n"
+        "class Blocker:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'torch':\n"
+        "            raise ModuleNotFoundError('No module named torch', name='torch')\n"
+        "sys.meta_path.insert(0, Blocker())\n"
+        "from ampwise.cli import main\n"
+        "found = {}\n"
+        f"for words in {words!r}:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:\n"
+        "        found[words] = main(words.split()), out.getvalue(), err.getvalue()\n"
+        "print(json.dumps(found))\n"
+    )
+    folder = tmp_path_factory.mktemp("empty")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True, env=PLAIN
+    )
+    return json.loads(done.stdout)
+
+
+def test_what_can_do_without_torch_does(without_torch):
+    code, out, _ = without_torch["gpu"]
+    assert code == 0
+    assert "torch   not installed, so GPUs of this machine are unknown" in out
+    code, out, _ = without_torch["advise"]
+    assert code == 0
+    assert out.startswith(
+        "Train a model in BF16 where the device has tensor cores for it, else FP16 with a loss scale.\n"
+    )
+    assert "torch is not installed, so this machine's devices are unknown" in " ".join(out.split())
+    code, _, err = without_torch["advise train:make --gpu h200"]
+    assert code == 2
+    assert err == (
+        "ampwise: error: advise needs torch to inspect a model: pip install 'ampwise[torch]'. "
+        "Or give its size and kind: --params 124M --arch transformer.\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["align", "compare", "diff", "memory", "replay", "search"])
+def test_what_needs_torch_says_so(without_torch, command):
+    code, _, err = next(found for words, found in without_torch.items() if words.startswith(command))
+    assert (code, err) == (2, f"ampwise: error: ampwise {command} needs torch: pip install 'ampwise[torch]'\n")
+
+
+def test_wrong_arguments_are_reported_before_torch_is_imported(without_torch):
+    wrong = [err for code, _, err in [*without_torch.values()][-4:] if code == 2]
+    assert len(wrong) == 4
+    assert not any("torch" in line for line in wrong)

@@ -392,8 +392,8 @@ def test_build_args_are_plain_data_that_one_can_read(here, capsys, arguments, sa
 def test_build_args_of_a_forged_capsule(here, capsys):
     path = Path(saved(*overflowing(), build_args={"width": 4}))
     for forged, said in (
-        ({"width": {"tensor": "argument 1"}}, "build_args['width'] is a Tensor."),
-        ({"width": {"attributes": {"a": 1}, "class": "dict"}}, "build_args['width'] is a AttributeDict."),
+        ({"width": {"ref": {"name": "argument 1"}}}, "build_args['width'] is a Tensor."),
+        ({"width": {"object": ["dict", {"a": 1}]}}, "build_args['width'] is a AttributeDict."),
         ({"width": {"named": {"a": 1}}}, "build_args['width'] is a Named."),
         ({"width": "x" * 20_000}, "build_args take 20,0"),
     ):

@@ -6,14 +6,13 @@ import pytest
 
 from ampwise.cli import main
 from ampwise.finding import Place
+from ampwise.finding.registry import find_rule
 from ampwise.numbers.census.algebra import Census
-from ampwise.rules import find_rule
-from ampwise.runs import follower as follow
 from ampwise.runs import reader
-from ampwise.runs.reader import RankRecord, Run
+from ampwise.runs.reader import RecordFollower, Run
 from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
 from ampwise.runs.writer import RecordWriter
-from ampwise.watch.rank_findings import add_findings_of_ranks
+from ampwise.watch.findings import add_findings_of_ranks
 
 RANKS = 3
 
@@ -52,7 +51,7 @@ def with_all(monkeypatch):
 
     def read_all():
         monkeypatch.setattr(Run, "read", classmethod(lambda _, folder, read=Run.read, **__: read(folder)))
-        monkeypatch.setattr(follow, "RankRecord", lambda folder, **_: RankRecord(folder))
+        monkeypatch.setattr(reader, "RecordFollower", lambda folder, **_: RecordFollower(folder, layers_of_others=True))
 
     return read_all
 

@@ -193,4 +193,4 @@ def test_every_command_can_be_given(command):
         return
     args, unknown = build_parser(words).parse_known_args(words)
     assert not unknown
-    assert args.run is importlib.import_module(f"ampwise.cli.{words[0]}").run
+    assert args.command is importlib.import_module(f"ampwise.cli.{words[0]}")

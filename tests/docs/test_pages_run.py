@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ampwise.finding.registry import built_in_rules
 from ampwise.numbers.formats import FORMATS
-from ampwise.rules import built_in_rules
 from ampwise.tune.advise import advise
 
 from .pages import Reading, is_as_shown, patched, pieces

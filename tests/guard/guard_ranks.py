@@ -24,9 +24,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampwise import Engine, Guard, Ladder, Stopped
+from ampwise.guard import checkpointing
 from ampwise.guard import stopping as ends
-from ampwise.guard.disk import catalog, reading, writing
+from ampwise.guard.disk import reading, writing
 from ampwise.guard.disk.catalog import DamagedCheckpoint, checkpoints
+from ampwise.guard.disk.reading import CheckpointReader
+from ampwise.runs import files, tensor_files
 
 LIMIT_S = 120  # for a case; all of them take a second or two if all is well, and a rank that waits for another longer
 LADDER = Ladder(skips=1, healthy=3, rollbacks=2)
@@ -93,6 +96,7 @@ def is_unbroken(run, batches):
 
 def back_to_disk_while_writing(rank, directory):
     """It goes back to memory from step 21, and then to disk, while step 20 is written, which ends with the run."""
+    checkpointing.LATE_S = LIMIT_S  # that it takes long is meant
     run, write, slow, is_over = training(directory), writing.write_tensors, [], threading.Event()
 
     def write_tensors(path, tensors):
@@ -135,14 +139,14 @@ def damaged_for_one(rank, directory):
         first.guard.step(first.loss, batch)
         collect(first)
     first.guard.close()  # as a kill would leave it
-    read = reading.read_plain
+    read = CheckpointReader.plain
 
-    def read_plain(checkpoint, its_rank):
-        if checkpoint.step == 8 and rank == 1:
+    def read_plain(reader, its_rank):
+        if reader._manifest.step == 8 and rank == 1:
             raise DamagedCheckpoint("plain-00001.json cannot be read: Input/output error.")
-        return read(checkpoint, its_rank)
+        return read(reader, its_rank)
 
-    reading.read_plain = read_plain
+    CheckpointReader.plain = read_plain
     second = training(directory, seed=2)
     second.guard.begin()
     begun_at, words = second.engine.applied_steps, [event.message for event in second.guard.events]
@@ -161,14 +165,14 @@ def flipped_in_one(rank, directory):
             first.guard.step(first.loss, batch)
             collect(first)
         first.guard.close()
-    proven, verify_file = [], catalog.verify_file
+    proven, open_regular = [], files.open_regular
 
-    def noted(folder, name, manifest):
-        if manifest.step == 8:
-            proven.append(name)
-        verify_file(folder, name, manifest)
+    def noted(path, *arguments, **options):
+        if path.parent.name == "step-00000008" and path.name in FILES:
+            proven.append(path.name)
+        return open_regular(path, *arguments, **options)
 
-    catalog.verify_file, reading.verify_file = noted, lambda *_: None  # so that no other proof finds it
+    tensor_files.open_regular = reading.open_regular = noted
     return {"": resumed(rank, directory / "whole", "", proven)} | {
         name: resumed(rank, directory / name, name, proven) for name in FILES
     }

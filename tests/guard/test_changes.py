@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ampwise import BadInput, Engine, Guard, Ladder
 from ampwise.guard.disk.catalog import checkpoints
-from ampwise.guard.exact_json import from_json
+from ampwise.runs.plain_data import from_json
 
 BATCHES = [torch.full((4, 3), float(number)) for number in range(1, 5)]
 

@@ -17,13 +17,15 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ampwise import Engine, Guard, Ladder, Stopped
-from ampwise.guard import background_saver as saving
+from ampwise.guard import checkpointing as saving
 from ampwise.guard.disk import writing
 from ampwise.guard.disk.catalog import checkpoints
-from ampwise.guard.tensor_tree import join_tensors, split_tensors
+from ampwise.guard.state import _device_here
+from ampwise.runs.plain_data import PlainDecoder, PlainEncoder
 
 from .disk.disk_toys import FILE, forge
 from .test_guard import NAN, data, small_operations_are_cheap, told, train, training, weights
+from .test_snapshots import bytes_of
 
 __all__ = ["small_operations_are_cheap"]  # a fixture for this module, too
 
@@ -307,14 +309,16 @@ def test_a_bad_step_now_and_then_lets_nothing_pile_up(tmp_path):
 
     def look(run):
         checkpointing = run.guard._checkpointing
-        counts.append((len(checkpointing.snapshots.kept), len(checkpointing._written), checkpointing.snapshots.bytes))
+        counts.append(
+            (len(checkpointing.snapshots.kept), len(checkpointing._written), bytes_of(checkpointing.snapshots))
+        )
         return False
 
     assert not train_until(run, data(63, bad=range(7, 63, 7)), look)  # never ten healthy ones in a row
     kept, jobs, size = (max(column) for column in zip(*counts, strict=True))
     assert kept <= 4
     assert jobs <= 2
-    assert size <= 6 * run.guard._checkpointing.snapshots.bytes / len(run.guard._checkpointing.snapshots.kept)
+    assert size <= 6 * bytes_of(run.guard._checkpointing.snapshots) / len(run.guard._checkpointing.snapshots.kept)
     assert [each[2] for each in counts][-1] <= max(each[2] for each in counts[:35])
 
 
@@ -760,17 +764,19 @@ def test_a_tensor_from_a_device_that_is_not_here_comes_back_in_memory(device):
     """A state of a machine with a GPU is read on one without; and a state may be forged."""
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("it is here")
-    found, skeleton = split_tensors({"shadow": torch.ones(2)}, "ema")
-    assert skeleton["shadow"]["on"] == "cpu"
-    skeleton["shadow"]["on"] = device
-    back = join_tensors(skeleton, found, "ema")["shadow"]
+    found = {}
+    node = PlainEncoder(found).encode({"shadow": torch.ones(2)}, "ema")
+    assert node["dict"]["shadow"]["ref"]["on"] == "cpu"
+    node["dict"]["shadow"]["ref"]["on"] = device
+    back = PlainDecoder(found, _device_here).decode(node)["shadow"]
     assert back.device.type == "cpu"
     assert torch.equal(back, torch.ones(2))
-    assert back is not found["ema.shadow"]
+    assert back is not found["ema['shadow']"]
 
 
 @pytest.mark.gpu
 def test_a_tensor_comes_back_to_the_device_it_was_on():
-    found, skeleton = split_tensors({"shadow": torch.ones(2, device="cuda")}, "ema")
-    back = join_tensors(skeleton, {name: value.cpu() for name, value in found.items()}, "ema")
+    found = {}
+    node = PlainEncoder(found).encode({"shadow": torch.ones(2, device="cuda")}, "ema")
+    back = PlainDecoder({name: value.cpu() for name, value in found.items()}, _device_here).decode(node)
     assert back["shadow"].device.type == "cuda"

@@ -22,9 +22,9 @@ from torch.utils.data import (
 
 from ampwise.errors import BadInput
 from ampwise.guard import data_sources as sources
-from ampwise.guard.exact_json import from_json, to_json
-from ampwise.guard.loader_generators import states_of
-from ampwise.guard.resumable_data import ResumableData
+from ampwise.guard.data_position import ResumableData
+from ampwise.guard.data_sources import states_of
+from ampwise.runs.plain_data import from_json, to_json
 from ampwise.train.random_state import capture_random, restore_random
 
 from ..night import NIGHTLY
@@ -304,7 +304,7 @@ def test_few_objects_are_looked_at(monkeypatch):
     numbers = Changed(random.Random(0))
     numbers.samples, numbers.self = [[random.Random(0)] for _ in range(200)], numbers
     assert list(states_of(DataLoader(numbers))) == ["dataset.inner.transforms.1.0"]
-    monkeypatch.setattr("ampwise.guard.loader_generators.MOST_OBJECTS", 3)
+    monkeypatch.setattr("ampwise.guard.data_sources.MOST_OBJECTS", 3)
     assert states_of(DataLoader(numbers)) == {}
 
 
@@ -369,14 +369,14 @@ def test_in_another_process(warm, tmp_path):
         "import sys, json\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "from mine import data\n"
-        "from ampwise.guard.exact_json import from_json\n"
+        "from ampwise.runs.plain_data import from_json\n"
         "data.go_to(from_json(json.load(open(sys.argv[1]))))\n"
         "print([batch.tolist() for batch in data])\n"
     )
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "from torch.utils.data import DataLoader\n"
-        "from ampwise.guard.resumable_data import ResumableData\n"
+        "from ampwise.guard.data_position import ResumableData\n"
         "data = ResumableData(DataLoader(torch.arange(20), batch_size=3, shuffle=True), epochs=2)\n"
     )
     data = ResumableData(DataLoader(torch.arange(20), batch_size=3, shuffle=True), epochs=2)

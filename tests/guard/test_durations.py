@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.errors import BadInput
-from ampwise.guard.durations import UNITS, Interval, seconds
+from ampwise.guard.checkpointing import UNITS, Interval, seconds
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from dataclasses import fields
 
 import pytest
 
+from ampwise.finding import registry
+from ampwise.finding.registry import built_in_rules, run_checks
 from ampwise.finding.strict_json import dumps
 from ampwise.guard import events, reporter
 from ampwise.guard.events import (
@@ -35,7 +37,7 @@ from ampwise.guard.events import (
     WeightsNotFinite,
 )
 from ampwise.guard.reporter import EventReporter
-from ampwise.rules import built_in_rules, run_checks
+from ampwise.rules.amp8xx_guard import rank_lost
 from ampwise.runs.events import event_line, read_event
 
 CASES = [
@@ -420,23 +422,48 @@ def test_a_function_that_fails_is_said_once_and_called_again(capsys, error):
     assert "\x1b" not in line
 
 
-def test_of_a_slow_function_a_limited_number_of_events_waits(capsys, monkeypatch):
-    monkeypatch.setattr(reporter, "MOST_WAITING", 3)
+def test_a_slow_function_gets_all_events_in_one_thread(capsys):
     release, begun, got = threading.Event(), threading.Event(), []
 
     def slow(event):
         begun.set()
         assert release.wait(120)
-        got.append(event)
+        got.append((event.step, threading.current_thread().name))
 
     told = EventReporter(slow, prints=True)
-    told.report(SKIPPED)
+    for step in range(2000):
+        told.report(RanksChanged(step=step, before=2, after=1))
     assert begun.wait(120)
-    for _ in range(10):
-        told.report(SKIPPED)
     release.set()
     told.close()
-    assert len(got) == 1 + 3
+    assert got == [(step, "ampwise-on-event") for step in range(2000)]
+    capsys.readouterr()
+
+
+def test_events_that_do_not_reach_it_are_counted(capsys, monkeypatch):
+    monkeypatch.setattr(reporter, "CLOSING_S", 0.1)
+    release, begun, threads = threading.Event(), threading.Event(), set()
+
+    def slow(event):
+        threads.add(threading.current_thread())
+        begun.set()
+        release.wait(120)
+        raise OSError("no luck")
+
+    told = EventReporter(slow, prints=True)
+    for _ in range(3):
+        told.report(LATE)
+    assert begun.wait(120)
+    told.close()
+    assert "it was not waited for; 2 further events did not reach it" in capsys.readouterr().err
+    told.report(SKIPPED)  # starts no second thread
+    assert (
+        "on_event was not called with 'step-skipped', which came after the guard was closed" in capsys.readouterr().err
+    )
+    release.set()
+    for thread in list(threads):
+        thread.join(120)
+    assert len(threads) == 1
     capsys.readouterr()
 
 
@@ -490,11 +517,13 @@ def test_a_rule_that_fails_stops_nothing(monkeypatch, capsys):
     def fail(event):
         raise TypeError("of a plugin")
 
-    monkeypatch.setattr(reporter, "run_checks", fail)
+    fail.__module__ = rank_lost.__name__
+    monkeypatch.setattr(registry, "checks_for", lambda kind: (fail, rank_lost.check_guard))
     told = EventReporter(None, prints=True)
-    told.report(RanksChanged(before=2, after=1))
+    told.report(RankLost(step=7, waited=3.0, error="gone", checkpoint="run/step-5"))
     assert len(told.events) == 1
-    assert "a rule failed on the event ranks-changed: TypeError('of a plugin')" in capsys.readouterr().err
+    assert [finding.rule.code for finding in told.findings] == ["AMP814"], "the other rules are still checked"
+    assert "warning: AMP814 failed to check a RankLost: TypeError('of a plugin')" in capsys.readouterr().err
 
 
 def test_fields_that_are_nested_deeply_are_refused():

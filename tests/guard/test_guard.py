@@ -253,7 +253,7 @@ def test_a_state_that_cannot_be_saved_is_refused_when_it_begins_and_not_in_an_ho
             pass
 
     run = training(tmp_path, state={"odd": Odd()})
-    with pytest.raises(BadInput, match=r"the state\['others'\]\['odd'\]\['function'\] is a builtin_function_or_method"):
+    with pytest.raises(BadInput, match=r"other.odd\['function'\] is a builtin_function_or_method"):
         run.guard.begin()
     assert free(tmp_path)
     assert run.guard not in run.engine.callbacks

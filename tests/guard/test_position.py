@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ampwise.errors import BadInput
-from ampwise.guard.data_position import PASSED_OVER, STEPS_KEPT, DataPosition
-from ampwise.guard.resumable_data import epoch_start
+from ampwise.guard.data_position import PASSED_OVER, STEPS_KEPT, DataPosition, epoch_start
 
 SAID = []
 LOADER = [torch.tensor([float(number)]) for number in range(5)]

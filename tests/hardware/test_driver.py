@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ampwise.hardware import driver
+from ampwise.hardware import machine
 
 CLOSED = """\
 NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023
@@ -28,15 +28,15 @@ OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Rele
     ],
 )
 def test_version_is_read_from(text, expected):
-    assert driver.parse_driver_version(text) == expected
+    assert machine.parse_driver_version(text) == expected
 
 
 def test_the_kernel_module_is_asked_first(monkeypatch, tmp_path):
     banner = tmp_path / "version"
     banner.write_text(CLOSED)
-    monkeypatch.setattr(driver, "KERNEL_MODULE", banner)
-    monkeypatch.setattr(driver, "PROGRAM", "no-such-command")
-    assert driver.driver_version() == "535.129.03"
+    monkeypatch.setattr(machine, "KERNEL_MODULE", banner)
+    monkeypatch.setattr(machine, "PROGRAM", "no-such-command")
+    assert machine.driver_version() == "535.129.03"
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_no_driver_is_none(monkeypatch, tmp_path, error):
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(driver, "KERNEL_MODULE", tmp_path / "absent")
-    monkeypatch.setattr(driver, "PROGRAM", sys.executable)
+    monkeypatch.setattr(machine, "KERNEL_MODULE", tmp_path / "absent")
+    monkeypatch.setattr(machine, "PROGRAM", sys.executable)
     monkeypatch.setattr(subprocess, "run", fail)
-    assert driver.driver_version() is None
+    assert machine.driver_version() is None
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,6 @@ def test_nvidia_smi_is_asked_by_its_full_path(monkeypatch, tmp_path, path, expec
     for folder, version in ((tmp_path, "666.66.66"), (tmp_path / "bin", "550.54.15")):
         (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho {version}\n")
         (folder / "nvidia-smi").chmod(0o755)
-    monkeypatch.setattr(driver, "KERNEL_MODULE", tmp_path / "absent")
+    monkeypatch.setattr(machine, "KERNEL_MODULE", tmp_path / "absent")
     monkeypatch.setenv("PATH", path.format(here=tmp_path))
-    assert driver.driver_version() == expected
+    assert machine.driver_version() == expected

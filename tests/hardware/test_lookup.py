@@ -119,7 +119,8 @@ def test_an_unknown_name_says_what_is_near():
         gpu_named("v100-sxm3-32")
     assert str(raised.value) == (
         "unknown device 'v100-sxm3-32'. Did you mean v100-sxm2-32 or v100-sxm2-16 or v100-pcie-32? "
-        "`ampwise gpu --list` shows them all."
+        "`ampwise gpu --list` shows them all; `ampwise advise --gpu` also takes a compute capability, such as 8.9 or "
+        "sm_89."
     )
 
 
@@ -138,6 +139,9 @@ def test_an_unknown_name_says_what_is_near():
         ("RTX 6000 Ada", "rtx6000-ada", []),
         ("a100-40", "a100-40", []),
         ("h200", "h200", []),
+        ("rtx pro 6000 blackwell", "rtx-pro-6000", []),  # "rtx" is a series, and no family
+        ("apple m1ultra", "apple-m1-ultra", []),
+        ("dgx spark", "gb10", []),
     ],
 )
 def test_a_family_is_its_most_common_variant(name, expected, others):
@@ -154,6 +158,12 @@ def test_no_short_name_is_that_of_two_devices():
         for name in (table["id"], table["name"], *table["torch_names"], *table.get("also_called", ()))
     ]
     assert len({name for name, _ in named}) == len(set(named))
+
+
+@pytest.mark.parametrize("name", ["8.9", "sm_89", "quadro 9000"])
+def test_an_unlisted_device_can_be_given_by_its_capability(name):
+    with pytest.raises(UnknownName, match=r"`ampwise advise --gpu` also takes a compute capability, such as 8\.9"):
+        gpu_named(name)
 
 
 def test_a_misspelt_name_says_what_is_near():

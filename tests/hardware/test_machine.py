@@ -63,7 +63,7 @@ def test_a_torch_that_does_not_load_says_why():
 def test_the_records_and_rules_do_not_import_torch():
     run(
         "import sys, ampwise.hardware\n"
-        "from ampwise.rules import rule_modules\n"
+        "from ampwise.finding.registry import rule_modules\n"
         "assert rule_modules()\n"
         "assert 'torch' not in sys.modules"
     )

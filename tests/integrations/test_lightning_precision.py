@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 import ampwise  # noqa: E402
 from ampwise.errors import BadInput, PrecisionUnavailable  # noqa: E402
-from ampwise.integrations import lightning_precision  # noqa: E402
+from ampwise.integrations import lightning as integration  # noqa: E402
 from ampwise.integrations.lightning import Precision  # noqa: E402
 
 from ..conformance import loop_peers, trainer_peers  # noqa: E402
@@ -376,9 +376,11 @@ def test_a_device_by_lightnings_name_is_refused():
 
 
 def test_a_device_without_the_precision_is_reported_of(monkeypatch):
-    facts = lightning_precision.precisions_of(torch.device("cpu"))
-    old = type(facts)(runs=("fp32", "fp16"), lacks={"bf16": "Tesla T4 has no BF16 tensor cores."}, best="fp16", why="")
-    monkeypatch.setattr(lightning_precision, "precisions_of", lambda device: old)
+    facts = integration.precisions_of(torch.device("cpu"))
+    lacks = dict.fromkeys(set(facts.runs) | set(facts.lacks), "Tesla T4 has no BF16 tensor cores.")
+    lacks = {name: why for name, why in lacks.items() if name not in ("fp32", "fp16")}
+    old = type(facts)(lacks=lacks, best="fp16", why="")
+    monkeypatch.setattr(integration, "precisions_of", lambda device: old)
     with pytest.raises(PrecisionUnavailable, match=r"Precision\('bf16'\): Tesla T4 .* It runs fp32, fp16\."):
         Precision("bf16", device="cpu").convert_module(torch.nn.Linear(1, 1))
 

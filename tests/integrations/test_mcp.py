@@ -19,12 +19,21 @@ from hypothesis import strategies as st
 
 from ampwise.cli import commands, main
 from ampwise.errors import BadInput, MissingDependency
-from ampwise.integrations import mcp_folder, mcp_process, mcp_tools
-from ampwise.integrations import mcp_server as mcp
-from ampwise.integrations.mcp_folder import AgentFolder
+from ampwise.integrations import mcp_process, mcp_server, mcp_worker
 from ampwise.integrations.mcp_process import BoundedOutput, CommandResult, launch
-from ampwise.integrations.mcp_server import COMMAND_OF_TOOL, FIRST, TOO_LATE, make_server, need_mcp
-from ampwise.integrations.mcp_tools import LONGEST, MAY_LOAD, MOST_FINDINGS, NEEDS_ALLOW_RUN, READS_ONLY
+from ampwise.integrations.mcp_server import (
+    COMMAND_OF_TOOL,
+    FIRST,
+    LONGEST,
+    MAY_LOAD,
+    MOST_FINDINGS,
+    NEEDS_ALLOW_RUN,
+    READS_ONLY,
+    TOO_LATE,
+    make_server,
+    need_mcp,
+)
+from ampwise.integrations.mcp_worker import AgentFolder
 
 pytest.importorskip("mcp")
 import anyio
@@ -326,11 +335,11 @@ def test_the_page_has_the_limits_that_hold():
     for said in (
         f"at most {LONGEST:,} characters",
         f"up to {MOST_FINDINGS} findings",
-        f"stopped after {mcp_tools.SECONDS:g} seconds",
-        f"scripts above {mcp_folder.LARGEST_BYTES // 1_000_000} MB",
-        f"more than {mcp_folder.MOST_FILES:,} scripts or {mcp_folder.MOST_NAMES} paths",
+        f"stopped after {mcp_server.SECONDS:g} seconds",
+        f"scripts above {mcp_worker.LARGEST_BYTES // 1_000_000} MB",
+        f"more than {mcp_worker.MOST_FILES:,} scripts or {mcp_worker.MOST_NAMES} paths",
         f"tested with mcp {FIRST[0]}.{FIRST[1]}",
-        f"{mcp_tools.MOST_AT_ONCE} requests run at once, up to {mcp_tools.MOST_WAITING} are queued",
+        f"{mcp_server.MOST_AT_ONCE} requests run at once, up to {mcp_server.MOST_WAITING} are queued",
     ):
         assert said in page
     for tool in (*TOOLS, *NEEDS_ALLOW_RUN):
@@ -417,21 +426,21 @@ def test_what_is_huge_is_refused_however_many_names_it_has(project, monkeypatch)
     for folder in ("a", "b"):
         (project / folder).mkdir()
         (project / folder / "train.py").write_text(BAD)
-    monkeypatch.setattr(mcp_folder, "MOST_FILES", 1)
+    monkeypatch.setattr(mcp_worker, "MOST_FILES", 1)
     assert AgentFolder(project).scripts(["a", "a", "a/train.py"]) == ["./a/train.py"]
     assert "more than 1 files" in refused(project, "check", {"paths": ["a", "b"]})
-    monkeypatch.setattr(mcp_folder, "MOST_NAMES", 1)
+    monkeypatch.setattr(mcp_worker, "MOST_NAMES", 1)
     assert "expected at most 1, got 2" in refused(project, "check", {"paths": ["a", "b"]})
 
 
 def test_what_is_huge_is_refused(project, monkeypatch):
-    monkeypatch.setattr(mcp_folder, "LARGEST_BYTES", 10)
+    monkeypatch.setattr(mcp_worker, "LARGEST_BYTES", 10)
     assert "too large for a script" in refused(project, "check", {"paths": ["train.py"]})
-    monkeypatch.setattr(mcp_folder, "MOST_FILES", 0)
+    monkeypatch.setattr(mcp_worker, "MOST_FILES", 0)
     assert "more than 0 files" in refused(project, "check", {})
-    monkeypatch.setattr(mcp_folder, "MOST_ENTRIES", 0)
+    monkeypatch.setattr(mcp_worker, "MOST_ENTRIES", 0)
     assert "more than 0 entries" in refused(project, "check", {})
-    monkeypatch.setattr(mcp_tools, "LONGEST_TEXT", 3)
+    monkeypatch.setattr(mcp_server, "LONGEST_TEXT", 3)
     assert "expected at most 3 characters" in refused(project, "check", {"text": BAD})
 
 
@@ -523,9 +532,9 @@ def test_when_the_server_is_ended_so_is_what_it_runs(project, monkeypatch):
 
     ended = []
     server = mock.Mock(run=lambda _: anyio.run(until_told))
-    monkeypatch.setattr(mcp, "make_server", lambda *_, **__: server)
+    monkeypatch.setattr(mcp_server, "make_server", lambda *_, **__: server)
     try:
-        mcp.serve(project, allow_run=True)
+        mcp_server.serve(project, allow_run=True)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -577,7 +586,7 @@ def test_others_are_answered_while_one_hangs_and_when_called_off_it_is_gone(proj
 
 def test_what_took_too_long_is_an_error_of_a_line_and_gone(project, monkeypatch):
     monkeypatch.setattr(mcp_process, "PYTHON", ("sh", "-c", WITHOUT_END))
-    monkeypatch.setattr(mcp_tools, "SECONDS", 0.5)
+    monkeypatch.setattr(mcp_server, "SECONDS", 0.5)
     told = refused(project, "check", {}, run_command=launch)
     assert told == "ampwise check took longer than 0.5 seconds and was stopped."
     assert not any(is_there(int(path.read_text())) for path in project.glob("pid"))
@@ -611,7 +620,7 @@ def test_the_server_itself_looks_at_nothing(project, monkeypatch, tool, argument
 
 
 def test_only_so_many_are_worked_on_at_once_and_wait(project, monkeypatch):
-    monkeypatch.setattr(mcp_tools, "MOST_WAITING", 7)
+    monkeypatch.setattr(mcp_server, "MOST_WAITING", 7)
     working, most, go_on = 0, 0, anyio.Event()
 
     async def launched(words, **_):
@@ -637,7 +646,7 @@ def test_only_so_many_are_worked_on_at_once_and_wait(project, monkeypatch):
         return answers
 
     answers = anyio.run(ask)
-    assert most == mcp_tools.MOST_AT_ONCE
+    assert most == mcp_server.MOST_AT_ONCE
     assert sorted(answers) == ["7 requests are still running: try again later."] * 2 + ["[]"] * 7
 
 

@@ -15,10 +15,10 @@ import torch
 import ampwise
 from ampwise import BadInput, Engine, Guard, Policy, Run, SearchResult
 from ampwise.cli import main
-from ampwise.guard.disk import layout as checkpoint_layout
+from ampwise.guard.disk import manifest as checkpoint_layout
 from ampwise.guard.disk.catalog import checkpoints, verify
 from ampwise.runs import layout as record_layout
-from ampwise.trace.capsule import layout as capsule_layout
+from ampwise.trace.capsule import capsule_files as capsule_layout
 from ampwise.tune.search import result as found_form
 
 ARCHIVES = sorted((Path(__file__).parent / "fixtures").glob("*.zip"))
@@ -148,7 +148,7 @@ def test_a_later_checkpoint(old, capsys):
     later(checkpoint_of(old) / "checkpoint.json", "checkpoint.sha256")
     (found,) = checkpoints(old / "checkpoint")
     assert found.trouble == (
-        "checkpoint.json has version '99'; this ampwise reads version 2. Use the version of ampwise that wrote it."
+        "checkpoint.json has version '99'; this ampwise reads version 3. Use the version of ampwise that wrote it."
     )
     assert main(["resume", str(old / "checkpoint")]) == 1
     assert "version '99'" in capsys.readouterr().out
@@ -157,7 +157,7 @@ def test_a_later_checkpoint(old, capsys):
 def test_a_later_capsule(old, capsys):
     later(capsule_of(old) / "capsule.json", "capsule.sha256")
     assert main(["replay", str(capsule_of(old))]) == 2
-    said = "is a capsule of version '99'; this ampwise reads version 1. Use the version of ampwise that wrote it."
+    said = "is a capsule of version '99'; this ampwise reads version 2. Use the version of ampwise that wrote it."
     assert said in capsys.readouterr().err
 
 

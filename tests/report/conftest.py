@@ -6,9 +6,8 @@ import pytest
 
 from ampwise.finding import Place, Rule, Severity
 from ampwise.numbers.census.algebra import Census
-from ampwise.runs.bucket import StepBucket
 from ampwise.runs.reader import Run
-from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
+from ampwise.runs.rows import CountedFinding, LayerSample, StepBucket, StepRow
 
 CLIP = Rule(
     code="AMP101",

@@ -9,9 +9,8 @@ from jsonschema import Draft202012Validator
 from ampwise.finding import Place
 from ampwise.numbers.census.algebra import Census
 from ampwise.report.as_json import MOST_ROWS, as_json
-from ampwise.runs.bucket import StepBucket
 from ampwise.runs.events import LoggedEvent
-from ampwise.runs.rows import CountedFinding, StepRow
+from ampwise.runs.rows import CountedFinding, StepBucket, StepRow
 
 NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 STEP = {"type": ["integer", "null"], "minimum": 0}

@@ -5,9 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.report.curves import METRICS, by_optimizer, plain, skip_rates, spread_of, thin_out
-from ampwise.runs.bucket import StepBucket
-from ampwise.runs.rows import SKIP_RATE_STEPS, StepRow
+from ampwise.report.curves import by_optimizer, skip_rates, thin_out
+from ampwise.runs.rows import METRICS, SKIP_RATE_STEPS, StepBucket, StepRow
 
 ROWS = st.lists(
     st.builds(
@@ -34,7 +33,7 @@ def test_nothing_that_matters_is_lost(rows, most):
         assert sum(one.skipped for one in kept) == sum(one.skipped for one in line)
         assert all(before.last < after.first for before, after in itertools.pairwise(kept))
         for metric in METRICS:
-            before, after = ([spread_of(one, metric) for one in some] for some in (line, kept))
+            before, after = ([getattr(one, metric) for one in some] for some in (line, kept))
             assert sum(spread.bad for spread in after) == sum(spread.bad for spread in before)
             for end, extreme in (("low", min), ("high", max)):
                 ends = [[getattr(s, end) for s in some if getattr(s, end) is not None] for some in (before, after)]
@@ -46,7 +45,7 @@ def test_few_steps_stay_as_they_are(make_steps):
 
 
 def test_unknown_is_none_and_not_finite_is_counted():
-    row = plain(StepBucket.of(StepRow(step=3, loss=float("inf"))))
+    row = StepBucket.of(StepRow(step=3, loss=float("inf"))).as_dict()
     assert row["norm"] is None
     assert row["loss"] == {"low": None, "mean": None, "high": None, "not_finite": 1}
     assert row["first"] == row["last"] == 3

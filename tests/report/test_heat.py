@@ -8,9 +8,9 @@ import pytest
 
 from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.census.underflow import underflow
-from ampwise.report import heat_maps as heat
-from ampwise.report.heat_maps import COLUMNS, heat_maps
 from ampwise.report.layers import layers_of
+from ampwise.report.page import charts as heat
+from ampwise.report.page.charts import COLUMNS, heat_maps
 
 HEALTHY = Census(binades={-12: 60, -11: 30, -8: 10}, amax=2**-7.5, amin=2**-11.5, sum_squares=0.0025)
 DEAD = Census(zeros=50)
@@ -145,7 +145,7 @@ def test_what_is_kept_is_of_these_samples_and_of_this_format(maps, make_sample, 
 def test_no_more_is_kept_than_the_last_run(maps, make_sample):
     for length in (30, 5, 12):
         maps([make_sample(step, {"head": HEALTHY}) for step in range(length)])
-        assert len(heat._CACHE._samples) == length
+        assert len(heat._CACHE) == length
 
 
 def test_layers_that_are_shown_later_have_cells_of_their_own(make_run, make_sample):

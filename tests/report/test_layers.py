@@ -10,9 +10,8 @@ from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.census.underflow import underflow
 from ampwise.report.formatting import format_percent
 from ampwise.report.layers import describe_layers, layers_headings, layers_of, layers_title
-from ampwise.runs.bucket import StepBucket
 from ampwise.runs.reader import Run
-from ampwise.runs.rows import LayerSample, StepRow
+from ampwise.runs.rows import LayerSample, StepBucket, StepRow
 
 
 def at_scale(scale):

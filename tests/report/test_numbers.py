@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from ampwise.report.headline_numbers import headline_numbers_of
-from ampwise.runs.bucket import StepBucket, merge_buckets
-from ampwise.runs.rows import StepRow
+from ampwise.report.run_facts import headline_numbers_of
+from ampwise.runs.rows import StepBucket, StepRow, merge_buckets
 
 
 def told(run):

@@ -8,14 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.finding import Place, Rule, Severity
+from ampwise.report.run_facts import skip_rate, steps_of
 from ampwise.report.verdict import (
     count_by_severity,
     ending,
     occurrence,
     opening,
     run_mood,
-    skip_rate,
-    steps_of,
     verdict,
     worst_first,
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ampwise.check.source.project import Project
-from ampwise.rules import source_rules
+from ampwise.finding.registry import source_rules
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("*.py"))
 MISLEADING = "grad_scaler/upscale_bf16_fp16_half/train_epoch_step_iter_skip_accum.py"

@@ -20,7 +20,7 @@ from ampwise.check.apply_edits import apply_fixes
 from ampwise.check.source.project import Project
 from ampwise.check.source.script import script_from_text
 from ampwise.check.source_rules import matching_rules
-from ampwise.rules import rule_modules, source_rules
+from ampwise.finding.registry import rule_modules, source_rules
 from ampwise.watch.watch import Watch
 
 HERE = Path(__file__).parent / "fixtures"
@@ -50,6 +50,16 @@ def test_finds_what_is_marked_and_nothing_else(path):
     text = path.read_text()
     found = sorted((finding.place.line, finding.rule.code) for finding in findings_in(text))
     assert not differences(found, expectations(text))
+    near_misses = [
+        range(node.lineno, node.end_lineno + 1)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith(("fine_", "run_fine_"))
+    ]
+    assert not [
+        f"line {line}: {code} in a near miss; give the function another name"
+        for line, code in [*expectations(text), *expectations(text, AT_RUN_TIME)]
+        if any(line in lines for lines in near_misses)
+    ]
 
 
 def differences(found, marked):
@@ -61,8 +71,14 @@ def differences(found, marked):
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
-def test_every_rule_has_a_fixture_with_faults_and_near_misses(name):
-    code, path = RULES[name].RULE.code, HERE / f"{name.replace('-', '_')}.py"
+def test_every_rule_has_examples_and_a_fixture_with_faults_and_near_misses(name):
+    rule = RULES[name].RULE
+    ast.parse(rule.bad), ast.parse(rule.good)
+    assert rule.bad != rule.good
+    if rule.fixable:
+        fixed = HERE / "fixed" / f"{name.replace('-', '_')}.py"
+        assert fixed.is_file(), f"{name} has a fix: write {fixed.name} in {fixed.parent}, a script that runs once fixed"
+    code, path = rule.code, HERE / f"{name.replace('-', '_')}.py"
     assert path.is_file(), f"{code} {name} needs a fixture, {path.name}: `make new-rule NAME={name}` writes one"
     text = path.read_text()
     assert code in [code for _, code in expectations(text)], (
@@ -92,22 +108,6 @@ def test_a_run_finds_what_is_marked_and_nothing_else(path, node):
     assert not watch.failures
 
 
-@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
-def test_a_near_miss_has_no_mark(path):
-    text = path.read_text()
-    near_misses = [
-        range(node.lineno, node.end_lineno + 1)
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef) and node.name.startswith(("fine_", "run_fine_"))
-    ]
-    marks = [*expectations(text), *expectations(text, AT_RUN_TIME)]
-    assert not [
-        f"line {line}: {code} in a near miss; give the function another name"
-        for line, code in marks
-        if any(line in lines for lines in near_misses)
-    ]
-
-
 def test_every_check_of_a_run_has_a_case():
     """In the fixture of its rule, or among the scripts and records of tests/watch."""
     watch = Path(__file__).parent.parent / "watch"
@@ -128,13 +128,6 @@ def test_nothing_is_left_to_do():
     ]
 
 
-@pytest.mark.parametrize("name", sorted(RULES))
-def test_the_bad_example_parses_and_differs_from_the_good_one(name):
-    rule = RULES[name].RULE
-    ast.parse(rule.bad), ast.parse(rule.good)
-    assert rule.bad != rule.good
-
-
 def fixed(text, path="fixture.py"):
     for _ in range(10):
         script = script_from_text(text, path)
@@ -143,12 +136,6 @@ def fixed(text, path="fixture.py"):
             return text
         text = result.text
     raise AssertionError("fixing never ends")
-
-
-@pytest.mark.parametrize("name", sorted(name for name, module in RULES.items() if module.RULE.fixable))
-def test_every_fixable_rule_has_a_script_that_is_fixed_and_runs(name):
-    path = HERE / "fixed" / f"{name.replace('-', '_')}.py"
-    assert path.is_file(), f"{name} has a fix: write {path.name} in fixtures/fixed, a script that runs once it is fixed"
 
 
 @pytest.mark.parametrize("path", FIXED, ids=lambda path: path.stem)

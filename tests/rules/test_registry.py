@@ -7,33 +7,37 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import types
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from ampwise import rules
+import ampwise.rules
 from ampwise.check.source_rules import matching_rules
 from ampwise.errors import UnknownName
-from ampwise.finding import Rule, Severity
+from ampwise.finding import Rule, Severity, registry
 from ampwise.finding.call_site import CallSite
-from ampwise.rules import (
+from ampwise.finding.registry import (
     all_rules,
     built_in_rules,
     find_rule,
-    plugins,
     rule_groups,
     rule_modules,
     run_checks,
     source_rules,
 )
+from ampwise.guard.events import GuardEvent
+from ampwise.runs.sinks.run_sinks import SINK_FAILED
 from ampwise.tune.advise.claims import CLAIMS
 from ampwise.watch.run_events import Clip
 
+from ..docs.pages import commands, is_as_shown, pieces
+
 RULE_FILE = """
 from __future__ import annotations
-from ampwise.finding import Rule, Severity
+from ampwise.finding import Rule, Severity, registry
 texts = dict(summary="s", why="w", fix="f", bad="b", good="g")
 RULE = Rule(code={code!r}, name={name!r}, severity=Severity.INFO, **texts)
 def check_source(code: SourceFile):
@@ -65,7 +69,7 @@ def install(tmp_path, monkeypatch):
 
 
 def _forget():
-    for cached in (rules.rule_modules, rules.source_rules, rules._checks_by_type, plugins.entry_points):
+    for cached in (registry.rule_modules, registry.source_rules, registry._checks_by_type, registry._plugins):
         cached.cache_clear()
 
 
@@ -81,7 +85,8 @@ def make_rule(code, name):
 # Ours
 
 
-FOLDERS = [path.name for path in Path(rules.__file__).parent.glob("amp*")]
+ROOT = Path(ampwise.rules.__file__).parent
+FOLDERS = [path.name for path in ROOT.glob("amp*")]
 OURS = [module for module in rule_modules() if module.__name__.startswith("ampwise.")]
 
 
@@ -95,18 +100,13 @@ def test_our_rules_are_sound(module):
         f"{rule.code} belongs to another folder"
     )
     cited = rule.name in {claim.rule for claim in CLAIMS}  # a rule about advice may leave its answer to the table
-    assert rules.checks_of(module) or cited, f"{module.__name__} has no function whose name begins with check_"
-    for check in rules.checks_of(module):
-        assert any(rules._is_kind(check.__name__, kind) for kind in rules.RUN_BY), (
-            f"{check.__name__}: the name of a check begins with one of those in rules.RUN_BY"
-        )
+    assert registry.checks_of(module) or cited, f"{module.__name__} has no function whose name begins with check_"
+    names = [check.__name__ for check in registry.checks_of(module)]
+    assert all(name.startswith(tuple(registry.RUN_BY)) for name in names), "see registry.RUN_BY"
     assert "\n" not in rule.summary
     assert len(rule.summary) <= 110
 
-
-@pytest.mark.parametrize("module", OURS, ids=lambda module: module.RULE.code)
-def test_a_check_names_a_type_that_exists(module):
-    """Types are imported for type checkers only, and checks are called by the name of the type."""
+    # Most types are imported for type checkers only, and checks are called by the name of the type.
     tree = ast.parse(inspect.getsource(module))
     imports = {
         alias.asname or alias.name: node.module
@@ -114,7 +114,7 @@ def test_a_check_names_a_type_that_exists(module):
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    for check, kinds in rules.checks_of(module).items():
+    for check, kinds in registry.checks_of(module).items():
         for kind in kinds:
             assert isinstance(getattr(importlib.import_module(imports[kind]), kind), type), f"{check.__name__}: {kind}"
 
@@ -122,14 +122,14 @@ def test_a_check_names_a_type_that_exists(module):
 def test_a_rule_is_in_one_file():
     names = [module.RULE.name for module in OURS]
     assert len(names) == len(set(names))
-    files = {path.stem for path in Path(rules.__file__).parent.glob("amp*/*.py") if "RULE = Rule(" in path.read_text()}
+    files = {path.stem for path in ROOT.glob("amp*/*.py") if "RULE = Rule(" in path.read_text()}
     assert files == {name.replace("-", "_") for name in names}
 
 
 def test_a_new_rule_file_works_at_once(tmp_path):
     """No list, index or cache needs an entry."""
     package = tmp_path / "ampwise"
-    shutil.copytree(Path(rules.__file__).parent.parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT.parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     text = rule_file("AMP199", "print-called").replace("    return iter(())", PRINTS)
     (package / "rules" / "amp1xx_order" / "print_called.py").write_text(text)
     (tmp_path / "train.py").write_text("print(1)\n")
@@ -153,10 +153,10 @@ PRINTS = """
 
 def test_rules_are_found_in_a_zip(tmp_path):
     with zipfile.ZipFile(tmp_path / "lib.zip", "w") as archive:
-        root = Path(rules.__file__).parent.parent
+        root = ROOT.parent
         for path in root.rglob("*.py"):
             archive.write(path, f"ampwise/{path.relative_to(root)}")
-    code = "import ampwise.rules as r; print(len(r.all_rules()), len(r.source_rules()), r.__file__)"
+    code = "import ampwise.finding.registry as r; print(len(r.all_rules()), len(r.source_rules()), r.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib.zip")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"{len(all_rules())} {len(source_rules())} {tmp_path / 'lib.zip'}")
@@ -183,7 +183,19 @@ def test_rules_are_found_and_sorted():
 
 
 def test_codes_of_removed_rules_are_not_used_again():
-    assert not set(rules.RETIRED_CODES) & {rule.code for rule in all_rules()}
+    assert not set(registry.RETIRED_CODES) & {rule.code for rule in all_rules()}
+
+
+@pytest.mark.parametrize("name", ["AMP802", "amp802", "step-skipped"])
+def test_a_removed_rule_says_what_replaced_it(name):
+    with pytest.raises(UnknownName) as caught:
+        find_rule(name)
+    assert str(caught.value) == f"unknown rule {name!r}. AMP802 became a log event of the guard, `step-skipped`."
+
+
+def test_what_replaced_a_rule_exists():
+    events = {kind.name for kind in GuardEvent.__subclasses__()} | {SINK_FAILED}
+    assert set(registry.RETIRED_CODES.values()) <= events
 
 
 def test_codes_and_names_find_a_rule_in_any_case():
@@ -210,17 +222,19 @@ def test_an_unknown_rule_names_the_nearest():
 def test_two_rules_with_one_code_or_name_are_loud(monkeypatch, second, message):
     modules = {"first": types.ModuleType("first"), "second": types.ModuleType("second")}
     modules["first"].RULE, modules["second"].RULE = make_rule("AMP900", "one"), make_rule(*second)
-    monkeypatch.setattr(rules, "_rule_files", lambda: [("", "first"), ("", "second")])
-    monkeypatch.setattr(rules, "_load", lambda folder, stem: modules[stem])
+    monkeypatch.setattr(registry, "_rule_files", lambda: [("first", ""), ("second", "")])
+    monkeypatch.setattr(registry.importlib, "import_module", modules.get)
     with pytest.raises(RuntimeError) as caught:
-        rules._built_in.__wrapped__()
+        registry._built_in.__wrapped__()
     assert message in str(caught.value)
 
 
 def test_looking_for_rules_imports_nothing_heavy():
     code = (
-        "import sys, ampwise.rules as r; r.all_rules(); r.source_rules();"
-        "print([name for name in ('torch', 'numpy', 'rich', 'pydantic') if name in sys.modules])"
+        "import sys, ampwise.finding.registry as r; r.all_rules(); r.source_rules();"
+        "heavy = ('torch', 'numpy', 'rich', 'pydantic');"
+        "records = tuple(f'ampwise.{name}' for name in ('watch', 'guard', 'trace', 'train', 'tune.advise'));"
+        "print([name for name in sys.modules if name in heavy or name.startswith(records)])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
@@ -243,6 +257,26 @@ def test_files_without_matter_to_none(text):
 
 
 # Plugins
+
+
+def test_the_page_about_plugins_does_what_it_shows(tmp_path):
+    page, source = Path(__file__).parents[2] / "docs" / "plugins.md", ROOT.parent.parent
+    fences = pieces(page)
+    for fence in fences:
+        if fence.file:
+            (tmp_path / fence.file).write_text(fence.text)
+    (tmp_path / "acme-1.0.dist-info").mkdir()
+    groups = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = [
+        f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in of.items()) for group, of in groups.items()
+    ]
+    (tmp_path / "acme-1.0.dist-info" / "entry_points.txt").write_text("".join(lines))
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{source}"}
+    for words, shown in (each for fence in fences if fence.language == "console" for each in commands(fence)):
+        told = subprocess.run(
+            [sys.executable, "-m", *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert is_as_shown(shown, told.stdout + told.stderr), told.stdout + told.stderr
 
 
 def test_a_plugin_module_joins(install, capsys):
@@ -302,7 +336,7 @@ def test_documentation_leaves_plugins_out(install):
     assert "ACME001" not in {rule.code for rule in built_in_rules()}
 
 
-KNOWN = ", ".join(sorted({kind for module in OURS for kinds in rules.checks_of(module).values() for kind in kinds}))
+KNOWN = ", ".join(sorted({kind for module in OURS for kinds in registry.checks_of(module).values() for kind in kinds}))
 
 
 @pytest.mark.parametrize(
@@ -404,4 +438,4 @@ def test_odd_entries_on_the_path_are_passed_over(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("x.py", "")
     (tmp_path / "b.dist-info" / "entry_points.txt").mkdir(parents=True)
-    assert not plugins.mentioned([str(tmp_path), str(tmp_path / "a.zip"), str(tmp_path / "gone")])
+    assert not registry.mentioned([str(tmp_path), str(tmp_path / "a.zip"), str(tmp_path / "gone")])

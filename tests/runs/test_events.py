@@ -4,8 +4,7 @@ import pytest
 
 from ampwise.runs import writer as writing
 from ampwise.runs.events import LoggedEvent
-from ampwise.runs.follower import RecordFollower
-from ampwise.runs.reader import Run
+from ampwise.runs.reader import RecordFollower, Run
 from ampwise.runs.writer import RecordWriter
 
 from .record_toys import row

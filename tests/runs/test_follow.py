@@ -1,6 +1,5 @@
 """Following a record: whatever happens to it, what the follower has is what reading it anew gives."""
 
-import json
 import os
 import threading
 import time
@@ -12,11 +11,8 @@ from hypothesis import strategies as st
 
 from ampwise import BadInput
 from ampwise.runs import files, reader
-from ampwise.runs import growing_files as tail
-from ampwise.runs.follower import RecordFollower
-from ampwise.runs.reader import Run
-from ampwise.runs.thinning import RecordLimits
-from ampwise.runs.writer import RecordWriter
+from ampwise.runs.reader import RecordFollower, Run
+from ampwise.runs.writer import RecordLimits, RecordWriter
 
 from .record_toys import change_manifest, row, sample, seen
 
@@ -122,12 +118,6 @@ def test_a_follower_has_what_a_reader_has(tmp_path, events):
 
 
 @pytest.fixture
-def settled(monkeypatch):
-    """Files count as settled at once, so that tests need not wait."""
-    monkeypatch.setattr(tail, "SETTLED_S", -1.0)
-
-
-@pytest.fixture
 def parsed(monkeypatch):
     """The lines that were parsed, in order."""
     lines = []
@@ -144,19 +134,6 @@ def test_only_what_was_added_is_read(tmp_path, parsed):
         assert len(follower.look().steps) == step
     assert len(parsed) == 100
     writer.close("finished", 0)
-
-
-def test_a_quiet_record_is_not_even_opened(tmp_path, settled, monkeypatch):
-    writer = RecordWriter.create(tmp_path / "run")
-    writer.step(row(1))
-    writer.close("finished", 0)
-    follower = RecordFollower(tmp_path / "run")
-    assert follower.look().status == "finished"
-    opened = []
-    for module in (files, tail):
-        monkeypatch.setattr(module, "open_regular", lambda path, *_, **__: opened.append(path))
-    assert follower.look() is None
-    assert opened == []
 
 
 def test_nothing_stays_open_and_nothing_is_written(tmp_path):
@@ -208,25 +185,10 @@ def test_a_file_of_the_same_number_and_size_is_read_anew(record):
     assert [bucket.last for bucket in followed.run.steps] == [11, 12, 13, 14, 15, 77]
 
 
-@pytest.mark.parametrize(("age", "is_seen"), [(0, True), (600, False)], ids=["just written", "settled"])
-def test_findings_of_the_same_size_number_and_time(record, age, is_seen, monkeypatch):
-    """Two writes in one tick of the file system's clock; of a file that has long been there, nothing else can be."""
-    monkeypatch.setattr("ampwise.runs.growing_files.SETTLED_S", 300.0)
-    path, at = record / "findings.json", time.time() - age
-    broken = path.read_text().replace("rules", "rulez")
-    path.write_text(broken)
-    os.utime(path, (at, at))
-    follower = RecordFollower(record)
-    assert "is invalid and was ignored" in follower.look().trouble[0]
-    path.write_text(json.dumps({"findings": [], "rules": {}}).ljust(len(broken)))
-    os.utime(path, (at, at))
-    assert (follower.look() is not None) == is_seen
-
-
 def test_findings_again_and_again(tmp_path):
     writer = RecordWriter.create(tmp_path / "run")
     followed = Followed(tmp_path / "run")
-    for number in range(100):
+    for number in range(20):
         writer.findings([seen(f"{number:03}")])
         assert followed.agrees()
     writer.close("finished", 0)
@@ -353,7 +315,7 @@ def test_while_it_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "findings.json"])
-def test_a_file_that_cannot_be_opened_for_a_moment_is_read_once_it_can(tmp_path, settled, monkeypatch, name):
+def test_a_file_that_cannot_be_opened_for_a_moment_is_read_once_it_can(tmp_path, monkeypatch, name):
     """A shared disk that stumbles: afterwards nothing was written, and all is there again."""
     writer = RecordWriter.create(tmp_path / "run")
     writer.step(row(1))
@@ -367,7 +329,7 @@ def test_a_file_that_cannot_be_opened_for_a_moment_is_read_once_it_can(tmp_path,
             raise OSError(5, "Input/output error")
         return real(path, *words, **options)
 
-    for module in (files, tail):
+    for module in (files, reader):
         monkeypatch.setattr(module, "open_regular", stumbling)
     follower = RecordFollower(tmp_path / "run")
     refused.append(name)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ampwise.runs.find import newest_record, records_in, why_not_a_record
+from ampwise.runs.layout import newest_record, records_in, why_not_a_record
 from ampwise.runs.writer import RecordWriter
 
 from .record_toys import change_manifest

@@ -6,20 +6,15 @@ import math
 import pytest
 from hypothesis import given
 
-from ampwise.runs.bucket import NumberStats, StepBucket, merge_buckets
 from ampwise.runs.json_lines import (
     LINE_ERRORS,
     bucket_line,
     layers_line,
-    merge_layers,
-    merge_steps,
-    object_line,
     read_bucket,
     read_layers,
-    read_object,
     step_line,
 )
-from ampwise.runs.rows import LayerSample, StepRow
+from ampwise.runs.rows import NumberStats, StepBucket, StepRow, merge_buckets
 
 from .record_toys import row, runs_of_rows, sample, samples
 
@@ -70,22 +65,6 @@ def test_a_bucket_comes_back_as_it_was(rows):
     assert bucket_line(read) == line  # thinning again changes nothing
 
 
-@given(runs_of_rows(optimizers=1).filter(lambda rows: len(rows) > 1))
-def test_the_short_way_to_a_bucket_is_the_long_one(rows):
-    lines = [step_line(one) for one in rows]
-    fast, slow = (
-        merge_steps([read_object(line) for line in lines]),
-        merge_buckets([read_bucket(line) for line in lines]),
-    )
-    assert (fast.first, fast.last, fast.count, fast.skipped) == (slow.first, slow.last, slow.count, slow.skipped)
-    assert (fast.began, fast.ended, fast.optimizer) == (slow.began, slow.ended, slow.optimizer)
-    for metric in ("loss", "norm", "scale", "lr"):
-        one, other = getattr(fast, metric), getattr(slow, metric)
-        assert (one.low, one.high, one[3:]) == (other.low, other.high, other[3:])
-        width = 0 if one.low is None else min(one.high - one.low, 1e308)
-        assert one.mean == other.mean or one.mean == pytest.approx(other.mean, rel=1e-9, abs=1e-9 * width)
-
-
 @given(samples())
 def test_a_sample_comes_back_as_it_was(one):
     line = layers_line(one)
@@ -95,20 +74,6 @@ def test_a_sample_comes_back_as_it_was(one):
     assert read == one
     assert list(read.layers) == list(one.layers)
     assert [c.sum_squares for c in read.layers.values()] == [c.sum_squares for c in one.layers.values()]
-
-
-@given(samples(optimizers=1), samples(optimizers=1))
-def test_adding_parsed_samples_is_adding_samples(one, other):
-    first, second = sorted((one, other), key=lambda sample: (sample.first, sample.last))
-    later = LayerSample(
-        first=first.last + 1,
-        last=first.last + second.steps,
-        steps=second.steps,
-        scale=second.scale,
-        layers=second.layers,
-    )
-    added = merge_layers(read_object(layers_line(first)), read_object(layers_line(later)))
-    assert read_layers(object_line(added)) == first + later
 
 
 def test_a_line_is_short():

@@ -6,8 +6,7 @@ from ampwise import BadInput
 from ampwise.runs.layout import prepare_folder
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import StepRow
-from ampwise.runs.thinning import RecordLimits
-from ampwise.runs.writer import RecordWriter
+from ampwise.runs.writer import RecordLimits, RecordWriter
 
 from .record_toys import RULE, WORSE, manifest_of, row, sample, seen
 

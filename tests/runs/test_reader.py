@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from ampwise import BadInput, __version__, find_rule
-from ampwise.runs.bucket import StepBucket
 from ampwise.runs.json_lines import read_bucket, step_line
-from ampwise.runs.reader import MIGRATIONS, Run
+from ampwise.runs.reader import Run
+from ampwise.runs.rows import StepBucket
 from ampwise.runs.writer import RecordWriter
 
 from ..night import NIGHTLY
@@ -68,7 +68,7 @@ def test_torn_anywhere_it_gives_what_came_before_and_says_nothing(record, name, 
     seen_lengths = set()
     ends = {end.end() for end in re.finditer(b"\n", data)}
     for length in range(len(data)):
-        if not (NIGHTLY or length % 3 == 0 or ends & {length - 1, length, length + 1}):
+        if not (NIGHTLY or length % 11 == 0 or ends & {length - 1, length, length + 1}):
             continue
         (record / name).write_bytes(data[:length])
         run = Run.read(record)
@@ -189,10 +189,6 @@ def test_a_version_that_there_never_was(record, version):
     change_manifest(record, version=version)
     with pytest.raises(BadInput, match=r"known versions: 1\."):
         Run.read(record)
-
-
-def test_every_version_so_far_can_be_read():
-    assert list(MIGRATIONS) == [1]
 
 
 def test_what_is_no_record_says_how_to_get_one(tmp_path):

@@ -7,9 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.runs.bucket import NumberStats, merge_buckets
-from ampwise.runs.json_lines import layers_line, read_bucket, read_layers, step_line
-from ampwise.runs.thinning import RecordLimits, bucket_size, thin_layers, thin_steps
+from ampwise.runs.json_lines import (
+    bucket_line,
+    layers_line,
+    read_bucket,
+    read_layers,
+    step_line,
+    thin_layers,
+    thin_steps,
+)
+from ampwise.runs.rows import NumberStats, merge_buckets
+from ampwise.runs.writer import RecordLimits
 
 from .record_toys import row, runs_of_rows, sample, samples
 
@@ -52,6 +60,16 @@ def test_each_optimizers_steps_stay_in_order_and_no_bucket_is_too_large(rows, ol
         assert all(bucket.last - bucket.first + 1 == bucket.count for bucket in buckets)
 
 
+@given(runs_of_rows(optimizers=1).filter(lambda rows: len(rows) > 1), st.integers(1, 4))
+def test_merging_lines_is_merging_buckets(rows, size):
+    lines = lines_of(rows)
+    merged = list(thin_steps(lines, old=99, size=size))
+    for once in (lines, merged, [*merged, lines[-1]]):  # steps, buckets, and both
+        if len(once) > 1:
+            expected = bucket_line(merge_buckets([read_bucket(line) for line in once]))
+            assert [line.decode() for line in thin_steps(once, old=99, size=99)] == [expected]
+
+
 @given(runs_of_rows(), st.integers(0, 30))
 def test_recent_lines_are_the_same_bytes(rows, old):
     before = lines_of(rows)
@@ -88,13 +106,13 @@ def test_a_bucket_of_very_many_steps_is_made_in_several_goes():
     assert bucket.loss.mean == pytest.approx(sum(one.loss for one in rows) / 1000, rel=1e-5)
 
 
-def test_lines_that_are_no_json_stay_out_and_others_that_make_no_sense_stay():
-    strange = b'{"s":"two","t":0}\n'
-    lines = [*lines_of([row(1)]), b"garbage\n", b"\xff\n", *lines_of([row(2)]), strange, *lines_of([row(3), row(4)])]
-    after = list(thin_steps(lines, old=len(lines), size=2))
-    assert strange in after
-    assert b"garbage\n" not in after
-    assert [read_bucket(line).count for line in after if line != strange] == [2, 1, 1]
+def test_lines_that_cannot_be_read_are_dropped():
+    strange = [b"garbage\n", b"\xff\n", b'{"s":"two","t":0}\n']
+    lines = [*lines_of([row(1)]), *strange, *lines_of([row(2), row(3)])]
+    assert [read_bucket(line).count for line in thin_steps(lines, old=len(lines), size=2)] == [1, 2]
+    good = layers_line(sample(1)).encode()
+    bad = (json.dumps({**json.loads(good), "layers": {"weight": 3}}) + "\n").encode()
+    assert list(thin_layers([good, bad, b"no json\n", b'{"s":1}\n'])) == [good]
 
 
 @pytest.mark.parametrize(
@@ -102,12 +120,12 @@ def test_lines_that_are_no_json_stay_out_and_others_that_make_no_sense_stay():
     [(0, 100, 1), (25, 100, 1), (26, 100, 2), (100, 100, 4), (101, 100, 8), (10**6, 100, 65536)],
 )
 def test_the_size_of_a_bucket_is_the_power_of_two_that_fits(steps, rows, size):
-    assert bucket_size(steps, RecordLimits(rows=rows)) == size
+    assert RecordLimits(rows=rows).bucket_size(steps) == size
 
 
 @given(st.integers(0, 10**9), st.integers(4, 10**6))
 def test_what_is_old_takes_a_quarter_of_the_lines(steps, rows):
-    size = bucket_size(steps, RecordLimits(rows=rows))
+    size = RecordLimits(rows=rows).bucket_size(steps)
     assert -(-steps // size) <= rows // 4
     assert size == 1 or -(-steps // (size // 2)) > rows // 4  # and not less than it has to
 
@@ -144,16 +162,15 @@ def test_half_of_the_samples_are_left_and_each_optimizers_are_in_order():
         ]
 
 
+@given(samples(optimizers=1), samples(optimizers=1))
+def test_merging_lines_of_samples_is_adding_samples(one, other):
+    lines = [layers_line(one).encode(), layers_line(other).encode()]
+    assert [line.decode() for line in thin_layers(lines)] == [layers_line(one + other)]
+
+
 def test_an_odd_sample_waits_for_the_next_time():
     lines = [layers_line(sample(step)).encode() for step in (1, 2, 3)]
     assert [read_layers(line).steps for line in thin_layers(lines)] == [2, 1]
-
-
-def test_a_pair_that_cannot_be_added_stays_as_it_is():
-    good = layers_line(sample(1)).encode()
-    bad = (json.dumps({**json.loads(good), "layers": {"weight": 3}}) + "\n").encode()
-    assert list(thin_layers([good, bad])) == [good, bad]
-    assert list(thin_layers([b"no json\n", b'{"s":1}\n', good])) == [good]
 
 
 def test_spreads_of_buckets_with_nothing_known():

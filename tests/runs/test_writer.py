@@ -16,12 +16,10 @@ import pytest
 
 from ampwise import BadInput
 from ampwise.numbers.census.algebra import Census
-from ampwise.runs import files
-from ampwise.runs.bucket import merge_buckets
+from ampwise.runs import files, json_lines
 from ampwise.runs.reader import Run
-from ampwise.runs.rows import LayerSample
-from ampwise.runs.thinning import RecordLimits
-from ampwise.runs.writer import RecordWriter
+from ampwise.runs.rows import LayerSample, merge_buckets
+from ampwise.runs.writer import RecordLimits, RecordWriter
 
 from ..night import NIGHTLY, by_night
 from .record_toys import manifest_of, row, sample, seen
@@ -350,7 +348,7 @@ def test_a_forked_process_writes_nothing(make):
 ENDLESS = """
     import sys
     from ampwise.runs.rows import StepRow
-    from ampwise.runs.thinning import RecordLimits
+    from ampwise.runs.writer import RecordLimits
     from ampwise.runs.writer import RecordWriter
     writer = RecordWriter.create(sys.argv[1], limits=RecordLimits(rows=2000))
     step = 0
@@ -402,7 +400,7 @@ def test_steps_that_take_time_are_in_the_file_at_once(make):
 def test_a_long_run_keeps_fewer_points_and_loses_no_extreme(make):
     writer = make(limits=SMALL)
     largest = 0
-    for step in range(1, 20_001):
+    for step in range(1, 6_001):
         changes = {"loss": 1e6} if step == 777 else {"norm": float("nan"), "skipped": True} if step == 5000 else {}
         writer.step(row(step, **changes))
         largest = max(largest, writer._steps.lines)
@@ -411,7 +409,7 @@ def test_a_long_run_keeps_fewer_points_and_loses_no_extreme(make):
     assert largest <= SMALL.rows * 1.5  # lines come in bursts of a buffer
     assert len(run.steps) <= SMALL.rows * 1.5
     whole = merge_buckets(run.steps)
-    assert (whole.first, whole.last, whole.count, whole.skipped) == (1, 20_000, 20_000, 1)
+    assert (whole.first, whole.last, whole.count, whole.skipped) == (1, 6_000, 6_000, 1)
     assert (whole.loss.high, whole.norm.nans) == (1e6, 1)
     (spike,) = [bucket for bucket in run.steps if bucket.loss.high == 1e6]
     assert spike.first <= 777 <= spike.last
@@ -447,20 +445,39 @@ def test_large_samples_are_merged_by_their_size(make):
     assert sum(one.steps for one in Run.read(writer.folder).layers) == 199
 
 
+def test_samples_are_merged_a_few_at_a_time(make, monkeypatch):
+    merges = []
+    merge = json_lines._merge_samples
+    monkeypatch.setattr(json_lines, "_merge_samples", lambda *given: (merges.append(1), merge(*given))[1])
+    writer = make(limits=RecordLimits(samples=64))
+    for step in range(1, 96):
+        before = len(merges)
+        writer.layers(sample(step))
+        assert len(merges) - before <= 1
+        lines = (writer.folder / "layers.jsonl").read_bytes().count(b"\n")
+        assert lines == (step if step < 64 else step - 32)
+    assert (writer.folder / "layers.jsonl.new").exists()  # the next ones
+    writer.close("finished", 0)
+    assert not list(writer.folder.glob("*.new"))
+    assert [each.steps for each in Run.read(writer.folder).layers] == [2] * 32 + [1] * 31
+    assert not writer.trouble
+
+
 def test_many_optimizers_do_not_make_it_thin_at_every_step(make, monkeypatch):
     writer = make(limits=RecordLimits(rows=40, samples=8, buffer_bytes=1))
     thinned = []
     rewrite = files.AppendOnlyFile.rewrite
     monkeypatch.setattr(files.AppendOnlyFile, "rewrite", lambda *given: (thinned.append(1), rewrite(*given)))
     for step in range(1, 4):
-        for optimizer in range(200):
+        for optimizer in range(60):
             writer.step(row(step, optimizer))
             writer.layers(sample(step, optimizer))
     writer.close("finished", 0)
     run = Run.read(writer.folder)
-    assert len(thinned) < 80
-    assert merge_buckets(run.steps).count == 600
-    assert {bucket.optimizer for bucket in run.steps} == set(range(200))
+    assert len(thinned) < 40
+    assert merge_buckets(run.steps).count == 180
+    assert {bucket.optimizer for bucket in run.steps} == set(range(60))
+    assert sum(each.steps for each in run.layers) == 180
 
 
 @pytest.mark.nightly
@@ -507,7 +524,7 @@ def test_memory_stays_flat(make):
     train(1, 1000)
     tracemalloc.start()
     try:
-        train(1000, 4000)
+        train(1000, 2500)
         writer.flush()
         gc.collect()
         late, peak = tracemalloc.get_traced_memory()

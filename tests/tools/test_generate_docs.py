@@ -8,7 +8,7 @@ import pytest
 from ampwise.cli import commands
 from ampwise.errors import BadInput
 from ampwise.finding import Rule, Severity
-from ampwise.rules import built_in_rules
+from ampwise.finding.registry import built_in_rules
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "generate_docs.py"
 

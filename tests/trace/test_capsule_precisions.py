@@ -10,10 +10,9 @@ from ampwise import Engine, Policy
 from ampwise.errors import BadInput, UnknownName
 from ampwise.numbers.emulation.emulated_matmuls import emulated
 from ampwise.numbers.emulation.recipe import recipe_for_format
+from ampwise.trace.capsule import CapsuleContents, read
 from ampwise.trace.capsule.builder import BuiltModel
 from ampwise.trace.capsule.capsule_replay import load_weights, precision_for, replay_capsule
-from ampwise.trace.capsule.contents import CapsuleContents
-from ampwise.trace.capsule.reading import read
 from ampwise.trace.capsule.saving import Capsules
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import ampwise
 from ampwise.trace.failure import Failure, Origin, TensorSummary
-from ampwise.trace.remedies import BY_KIND, CHANGES, remedies_for, smallest_guard
+from ampwise.trace.remedies import CHANGES, remedies_for
 
 SIGNED = "y = a / torch.where(b.abs() < 1e-12, 1e-12, b)"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -231,19 +231,19 @@ def test_kinds_without_a_remedy():
     assert remedies_for(failure("aten.mul.Tensor", "fp32", exact="inf")) == ()
 
 
-def test_what_is_small_is_not_zero_in_its_format():
-    for name, dtype in DTYPES.items():
-        assert torch.tensor(smallest_guard(name), dtype=dtype) > 0
-        assert torch.tensor(1.0, dtype=dtype) / torch.tensor(smallest_guard(name), dtype=dtype) < math.inf
-
-
-def test_every_change_belongs_to_a_kind():
+def test_every_change_belongs_to_a_failure():
+    facts = [
+        ("aten.exp.default", "fp32", {"exact": "inf", "module": ""}),
+        ("aten.log.default", "fp32", {"outside_domain": 1}),
+        ("aten.addmm.default", "fp16", {"exact": "finite"}),
+        ("aten.div.Tensor", "fp32", {"zero_divisors": 1}),
+        ("aten._softmax.default", "fp32", {"made": "nan", "from_infinities": True}),
+        ("aten.mean.default", "fp32", {"made": "nan"}),
+    ]
     found = {
         remedy.change
-        for kind in BY_KIND
-        for op in ("aten.exp.default", "aten.log.default", "aten.addmm.default")
-        for dtype in ("fp16", "fp32")
+        for op, dtype, known in facts
         for precision in ("fp16", "fp32")
-        for remedy in BY_KIND[kind](Failure(precision=precision), Origin(op=op, made="inf", dtype=dtype, module="fc"))
+        for remedy in remedies_for(failure(op, dtype, precision=precision, **known))
     }
     assert found == set(CHANGES)

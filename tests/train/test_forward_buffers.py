@@ -9,9 +9,8 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
 from ampwise import Engine
-from ampwise.train import other_buffers as forward_buffers
-from ampwise.train.buffer_snapshot import BufferSnapshot
-from ampwise.train.other_buffers import OtherBuffers
+from ampwise.train import buffer_snapshot as forward_buffers
+from ampwise.train.buffer_snapshot import BufferSnapshot, OtherBuffers
 
 YES, NO = torch.tensor(1.0), torch.tensor(0.0)
 
@@ -165,12 +164,12 @@ def decided_by(request, monkeypatch):
     """As on a GPU, whose host does not know whether a step is skipped, and as on a CPU."""
     if request.param == "device":
 
-        def by_the_flag(kept, found_inf):
+        def by_the_flag(kept, skipped):
             with torch.no_grad():
-                kept._standing().restore_if(found_inf)
-                kept._others.restore_if(found_inf)
+                kept._others.learn()
+                kept._restore_if(skipped)
 
-        monkeypatch.setattr(BufferSnapshot, "restore_if", by_the_flag)
+        monkeypatch.setattr(BufferSnapshot, "end_window", by_the_flag)
 
 
 def train(make, factors, device="cpu", **options):

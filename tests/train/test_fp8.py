@@ -18,7 +18,7 @@ from ampwise import Engine, Fp8, Policy
 from ampwise.errors import BadInput, MissingDependency, PrecisionUnavailable
 from ampwise.train import engine as engines
 from ampwise.train.float8 import recipe_timing as measuring
-from ampwise.train.float8.chosen_layers import torchao_layers
+from ampwise.train.float8.layer_choice import torchao_layers
 from ampwise.train.float8.layer_forward import has_fp8_forward
 from ampwise.train.float8.recipe_timing import TimedRecipe
 from ampwise.train.float8.torchao_backend import prepare

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ampwise import Engine
 from ampwise.errors import BadInput
-from ampwise.train.batch_pieces import BatchPiece, batch_length, split_batch
+from ampwise.train.batches import BatchPiece, batch_length, split_batch
 from ampwise.train.callback import Callback
 
 from .engine_toys import everything, same, train, training

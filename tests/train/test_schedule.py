@@ -23,10 +23,15 @@ class Late:
     def is_skip_known(self):
         return self.known
 
+    is_read = is_skip_known
+
     @property
     def skipped(self):
         self.waits += not self.known
         return self._skipped
+
+    def values(self):
+        return self.skipped, self.norm, self.scale, 1.0
 
 
 @pytest.fixture
@@ -92,7 +97,7 @@ def test_counting_waits_only_when_asked():
 
 def test_printing_a_step_does_not_wait_and_asking_does():
     outcome = Late()
-    step = Step(3, "fp16", torch.tensor(1.5), outcome=outcome, lrs=[0.1])
+    step = Step(3, "fp16", torch.tensor(1.5), result=outcome, lrs=[0.1])
     assert repr(step) == "<Step 3, fp16, pending>"
     assert (step.closed, step.number, outcome.waits) == (True, 3, 0)
     assert (step.applied, step.grad_norm, step.scale, outcome.waits) == (True, 2.0, 8.0, 1)
@@ -102,10 +107,10 @@ def test_printing_a_step_does_not_wait_and_asking_does():
 def test_a_history_settles_what_has_arrived_and_waits_for_nothing():
     history, outcomes = StepHistory(10), [Late() for _ in range(8)]
     for outcome in outcomes:
-        history.append(Step(1, "fp16", torch.tensor(1.0), outcome=outcome))
+        history.append(Step(1, "fp16", torch.tensor(1.0), result=outcome))
         outcome.known = outcome is not outcomes[0]
     assert all(outcome.waits == 0 for outcome in outcomes)
-    assert [step._outcome is None for step in history] == [False, True, True, True, False, False, False, False]
+    assert [step._result is None for step in history] == [False, True, True, True, False, False, False, False]
 
 
 def test_a_scheduler_moves_with_its_own_optimizer(moving):

@@ -13,7 +13,7 @@ import torch
 from ampwise import Engine, MissingDependency
 from ampwise.errors import BadInput, UnknownName
 from ampwise.train import reporter as telling
-from ampwise.train.scaler.async_scalars import AsyncScalars
+from ampwise.train.scaler.step_result import AsyncScalars
 
 from .engine_toys import OVERFLOW, PRECISIONS, net, train, training
 
@@ -301,7 +301,7 @@ engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", sink
 for _ in range(3):
     step = engine.step(lambda x: model(x).square().mean(), torch.ones(2, 4))
 engine._reporter._awaited.append((step, None))  # facts that arrive last of all
-while not engine._reporter._sinks._deliveries[0].sent:  # until then nobody knows what the package does at the end
+while not engine._reporter._sinks._threads[0].sent:  # until then nobody knows what the package does at the end
     pass
 sys.exit(6)
 """

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ampwise.errors import BadInput
-from ampwise.train import conditional_copy as conditional
-from ampwise.train.buffer_snapshot import BufferSnapshot
-from ampwise.train.conditional_copy import ConditionalCopy
+from ampwise.train import buffer_snapshot as conditional
+from ampwise.train.buffer_snapshot import BufferSnapshot, ConditionalCopy
 
 from ..night import NIGHTLY
 
@@ -63,9 +62,9 @@ def test_a_skipped_step_is_undone_and_another_is_not(make):
     spoil_(model)
     spoiled = bits(buffers_of(model))
     assert all(one != other for one, other in zip(before, spoiled, strict=True))
-    kept.restore_if(NO)
+    kept.end_window(NO)
     assert bits(buffers_of(model)) == spoiled
-    kept.restore_if(YES)
+    kept.end_window(YES)
     assert bits(buffers_of(model)) == before
     spoil_(model, seed=1)
     kept.restore()
@@ -87,7 +86,7 @@ def test_after_any_number_of_steps_only_those_taken_have_left_a_trace(kinds, ski
         spoil_(model, seed=step)
         if not skipped:
             expected = bits(buffers_of(model))
-        kept.restore_if(torch.tensor(float(skipped)))
+        kept.end_window(torch.tensor(float(skipped)))
         assert bits(buffers_of(model)) == expected
 
 
@@ -99,7 +98,7 @@ def test_an_overflow_in_the_forward_pass_does_not_stay():
     kept.remember()
     model(torch.full((8, 3), math.inf))
     assert model[1].running_var.isnan().all()
-    kept.restore_if(YES)
+    kept.end_window(YES)
     assert bits(buffers_of(model)) == right
     assert model[3].num_batches_tracked.item() == 1
 
@@ -112,7 +111,7 @@ def test_layers_in_eval_mode_are_left_alone():
     before = bits(model[3].buffers())
     spoil_(model)
     spoiled = bits(model[1].buffers())
-    kept.restore_if(YES)
+    kept.end_window(YES)
     assert bits(model[1].buffers()) == spoiled
     assert bits(model[3].buffers()) == before
 
@@ -156,7 +155,7 @@ def test_without_running_statistics_there_is_nothing_to_keep(model):
     kept = BufferSnapshot([model])
     assert not kept
     kept.remember()
-    kept.restore_if(YES)
+    kept.end_window(YES)
     kept.restore()
     assert kept.state() is None
 
@@ -166,7 +165,7 @@ def test_before_anything_is_remembered_nothing_is_put_back():
     kept = BufferSnapshot([model])
     spoil_(model)
     spoiled = bits(buffers_of(model))
-    kept.restore_if(YES)
+    kept.end_window(YES)
     assert bits(buffers_of(model)) == spoiled
 
 
@@ -190,7 +189,7 @@ def test_copies_are_allocated_once_and_anew_when_the_buffers_change():
     assert changed == [True, True, False] * 2  # the counts are int64 still
     before = bits(buffers_of(model))
     spoil_(model)
-    kept.restore_if(YES)
+    kept.end_window(YES)
     assert bits(buffers_of(model)) == before
 
 
@@ -202,7 +201,7 @@ def test_buffers_replaced_between_are_given_what_was_remembered():
     before = [buffer.double() for buffer in model.buffers()]
     spoil_(model)
     model.double()
-    kept.restore_if(YES)
+    kept.end_window(YES)
     assert model[1].running_mean.dtype == torch.float64
     assert all(torch.equal(now.double(), was) for now, was in zip(model.buffers(), before, strict=True))
 
@@ -213,7 +212,7 @@ def test_memory_put_under_a_buffer_between_is_given_what_was_remembered():
     kept.remember()
     before = bits(model.buffers())
     model.running_mean.data = torch.full((3,), 5.0)
-    kept.restore_if(YES)
+    kept.end_window(YES)
     assert bits(model.buffers()) == before
 
 
@@ -233,16 +232,16 @@ def test_a_lazy_layer_goes_back_to_what_it_was_made_as():
     kept = BufferSnapshot([model])
     assert len(kept) == 1
     kept.remember()
-    kept.restore_if(YES)  # nothing there yet
+    kept.end_window(YES)  # nothing there yet
     model(torch.full((8, 3), math.inf))
     assert len(kept.state()["norms"][0]) == 3
-    kept.restore_if(YES)
+    kept.end_window(YES)
     assert bits(model.buffers()) == bits(nn.BatchNorm1d(3).buffers())
     model(torch.randn(8, 3))
     kept.remember()
     before = bits(model.buffers())
     spoil_(model)
-    kept.restore_if(YES)
+    kept.end_window(YES)
     assert bits(model.buffers()) == before
 
 
@@ -253,7 +252,7 @@ def test_buffers_that_are_not_contiguous_are_kept_too():
     kept.remember()
     before = bits(model.buffers())
     spoil_(model)
-    kept.restore_if(YES)
+    kept.end_window(YES)
     assert bits(model.buffers()) == before
 
 
@@ -262,7 +261,7 @@ def test_a_graph_that_is_still_to_run_backward_is_not_disturbed():
     kept = BufferSnapshot([model])
     kept.remember()
     loss = model(torch.randn(8, 3)).square().sum()
-    kept.restore_if(YES)
+    kept.end_window(YES)
     loss.backward()
     assert model[0].weight.grad.isfinite().all()
 
@@ -275,7 +274,7 @@ def test_copies_made_in_inference_mode_serve_outside_of_it():
     kept.remember()
     before = bits(buffers_of(model))
     spoil_(model)
-    kept.restore_if(YES)
+    kept.end_window(YES)
     assert bits(buffers_of(model)) == before
 
 
@@ -297,7 +296,7 @@ def test_a_checkpoint_in_the_middle_of_a_window_takes_it_along():
     resumed.remember()  # which loading replaces
     resumed.load(state)
     state["norms"][3].fill_(7.0)
-    resumed.restore_if(YES)
+    resumed.end_window(YES)
     assert bits(other[3].buffers()) == before
     assert bits(other[1].buffers()) == spoiled
 
@@ -312,11 +311,11 @@ def test_what_is_forgotten_is_not_put_back(forget):
     assert kept.state() is None
     spoil_(model)
     spoiled = bits(model.buffers())
-    kept.restore_if(YES)
+    kept.end_window(YES)
     assert bits(model.buffers()) == spoiled
     kept.remember()
     model(torch.randn(8, 3))
-    kept.restore_if(YES)
+    kept.end_window(YES)
     assert bits(model.buffers()) == spoiled
 
 
@@ -440,9 +439,9 @@ def test_on_a_gpu_nothing_waits(kernels, monkeypatch):
         kept.remember()
         for buffer in model.buffers():
             buffer.mul_(5).add_(3)
-        kept.restore_if(no)
+        kept.end_window(no)
         untouched = [buffer.clone() for buffer in model.buffers()]
-        kept.restore_if(yes)
+        kept.end_window(yes)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert bits(model.buffers()) == before
@@ -454,9 +453,9 @@ def test_on_a_gpu_nothing_waits(kernels, monkeypatch):
 def test_on_a_gpu_all_layers_are_restored_in_one_launch():
     kept, yes = BufferSnapshot([many_layers()]), YES.cuda()
     kept.remember()
-    kept.restore_if(yes)  # compiled, and the table uploaded
+    kept.end_window(yes)  # compiled, and the table uploaded
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        kept.restore_if(yes)
+        kept.end_window(yes)
         torch.cuda.synchronize()
     ran = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert [name for name in ran if "ynchronize" not in name] == ["copy_if_kernel"]
@@ -471,13 +470,13 @@ def test_on_a_gpu_a_skipped_step_can_be_captured():
     with torch.cuda.stream(side):
         kept.remember()
         model(data)
-        kept.restore_if(flag)
+        kept.end_window(flag)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept.remember()
         model(data)
-        kept.restore_if(flag)
+        kept.end_window(flag)
     before = bits(model.buffers())
     flag.fill_(1.0)
     graph.replay()
@@ -496,11 +495,11 @@ def test_a_flag_and_statistics_may_be_on_different_devices():
         kept.remember()
         for buffer in model.buffers():
             buffer.add_(3)
-        kept.restore_if(flag - 1)
+        kept.end_window(flag - 1)
         assert bits(model.buffers()) != before
-        kept.restore_if(flag)
+        kept.end_window(flag)
         assert bits(model.buffers()) == before
     kept.remember()
     model.cuda()
-    kept.restore_if(YES.cuda())
+    kept.end_window(YES.cuda())
     assert bits(model.buffers()) == before

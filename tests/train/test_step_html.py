@@ -12,6 +12,7 @@ from ampwise.train.step import Step, StepHistory
 class Pending:
     """Numbers that are on their way, and that nobody may ask for."""
 
+    numbers = None
     arrived = captured = False
 
     def read(self):
@@ -19,7 +20,7 @@ class Pending:
 
 
 def pending(number):
-    return Step(number, "fp16", outcome=StepResult(numbers=None, posted=Pending(), scaled=True), lrs=[0.1])
+    return Step(number, "fp16", result=StepResult(numbers=None, posted=Pending(), scaled=True), lrs=[0.1])
 
 
 def one_step(value=1.0, **options):

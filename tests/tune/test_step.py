@@ -8,8 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise import Policy
 from ampwise.errors import BadInput, UnknownName
-from ampwise.tune.train_case import make_factory
-from ampwise.tune.training_step import OPTIMIZERS, TrainingStep, _copy_with_own_code, make_optimizer
+from ampwise.tune.train_case import OPTIMIZERS, TrainingStep, _copy_with_own_code, make_factory, make_optimizer
 
 
 def make(batch=8):

@@ -28,14 +28,14 @@ def test_a_subject_has_the_loss_of_its_batch():
 
 def test_the_function_is_reported_the_size_it_is_asked_for():
     maker = make_factory(make)
-    assert maker.takes_batch
+    assert maker.size_name == "batch"
     assert maker.make(batch=11).rows == 11
     assert make_factory(lambda batch_size=2: make(batch_size)).make(batch=5).rows == 5
 
 
 def test_a_batch_of_a_function_without_a_size_is_cut_or_repeated():
     maker = make_factory(lambda: make(4))
-    assert not maker.takes_batch
+    assert maker.size_name is None
     whole = maker.make()
     for rows in (1, 3, 4, 5, 9):
         x, y = whole.resized(rows).args

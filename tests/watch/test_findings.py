@@ -1,7 +1,7 @@
 """Findings as they come up: judged once, counted, replaced as what they rest on grows."""
 
 from ampwise.finding.call_site import CallSite
-from ampwise.rules import checks_for
+from ampwise.finding.registry import checks_for
 from ampwise.runs.rows import StepRow
 from ampwise.watch.findings import MOST, Findings
 from ampwise.watch.gradient_health import GradientHealth

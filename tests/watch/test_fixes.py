@@ -9,7 +9,7 @@ import pytest
 
 from ampwise.check.linter import CheckTask, check_texts
 from ampwise.finding import Place
-from ampwise.rules import find_rule
+from ampwise.finding.registry import find_rule
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import CountedFinding
 from ampwise.runs.writer import RecordWriter
@@ -231,7 +231,7 @@ def test_a_failure_in_here_costs_the_diff_and_not_the_record(tmp_path, monkeypat
     def fail(*args):
         raise ValueError("broken")
 
-    monkeypatch.setattr(fixes, "_linted", fail)
+    monkeypatch.setattr("ampwise.check.linter.check_texts", fail)
     path = tmp_path / "train.py"
     path.write_text(CLIP)
     with Watch(RecordWriter.create(tmp_path / "run"), timing=False) as watch:

@@ -10,10 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampwise.numbers.formats.catalog import find_format
-from ampwise.watch import dtype_flow as flow
-from ampwise.watch.hooks import Hook
+from ampwise.watch import module_hooks as flow
 from ampwise.watch.inspection import dtype_name, tensors_in
-from ampwise.watch.models import name_without_wrappers
+from ampwise.watch.models import Hook, name_without_wrappers
 from ampwise.watch.watch import Watch
 
 

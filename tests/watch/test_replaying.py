@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import ampwise
 from ampwise.trace.python_state import attributes_restored
-from ampwise.watch.bad_steps import APART
-from ampwise.watch.model_calls import MOST, ModelCalls
-from ampwise.watch.step_replay import _backward, _reset_bad_statistics
+from ampwise.watch.findings import is_cause
+from ampwise.watch.model_calls import MOST
+from ampwise.watch.step_replay import APART, _backward, _reset_bad_statistics
 from ampwise.watch.watch import Watch
 
 HERE = Path(__file__).name
@@ -504,7 +505,7 @@ def test_a_scaler_that_looks_for_its_scale_is_left_alone(half):
 
 
 def test_no_more_than_a_few_steps_are_replayed(monkeypatch):
-    from ampwise.watch import bad_steps
+    from ampwise.watch import step_replay
 
     replayed = []
 
@@ -512,8 +513,8 @@ def test_no_more_than_a_few_steps_are_replayed(monkeypatch):
         replayed.append(step.number)
         return explain(calls, step)
 
-    explain = bad_steps.replay_step
-    monkeypatch.setattr(bad_steps, "replay_step", counted)
+    explain = step_replay._replay
+    monkeypatch.setattr(step_replay, "_replay", counted)
     watched(lambda: train_in_half(steps=20, bad=range(2, 21)))
     assert replayed == [2, 3, 5, 9, 17]
     assert APART > 20
@@ -680,14 +681,16 @@ def test_copies_of_a_model_and_its_output_bear_nothing_of_ours(tmp_path):
 
 
 def test_our_engine_explains_its_steps_itself():
-    watch = Watch(every=1, timing=False)
-    calls = ModelCalls()
-    calls.ignore(0)
-    assert calls.is_ignored(0)
-    finding = only_op_in(watched(train_in_half))
-    watch.explained(finding, 7)
-    (seen,) = list(watch.findings)
-    assert (seen.finding, seen.first_step) == (finding, 7)
+    def script():
+        model = nn.Linear(4, 1)
+        engine = ampwise.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+        for step in range(1, 6):
+            x = torch.full((2, 4), math.inf if step == 3 else 1.0)
+            engine.step(lambda x=x: model(x).square().mean())
+
+    watch = watched(script)
+    assert [(seen.finding.place.step, seen.first_step) for seen in watch.findings if is_cause(seen.finding)] == [(3, 3)]
+    assert not list(watch._calls)
 
 
 # The command

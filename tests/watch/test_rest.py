@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampwise.watch import step_skipper as rest
-from ampwise.watch.step_skipper import StepSkipper
+from ampwise.watch import overhead as rest
+from ampwise.watch.overhead import StepSkipper
 from ampwise.watch.watch import Watch
 
 X = torch.ones(2, 4)

@@ -246,10 +246,10 @@ def test_a_script_that_never_trains_is_reported_so(write, watched, tmp_path):
     assert "which took no step" in run.stderr
 
 
-def test_without_o_each_run_has_a_folder_of_its_own(write, tmp_path):
+def test_without_o_each_run_has_a_folder_of_its_own(write, watched, tmp_path):
     write("print('hello')")
     for _ in range(2):
-        assert ampwise("run", "-q", "train.py", folder=tmp_path).returncode == 0
+        assert watched("-q", "train.py").returncode == 0
     folders = sorted(path.name for path in (tmp_path / "ampwise-runs").iterdir())
     assert len(folders) == 2
     assert all(name.startswith("train-") for name in folders)
@@ -323,10 +323,10 @@ def test_the_rank_that_went_bad_is_named_and_the_others_guess_no_more(write, wat
         ([], "SCRIPT"),
     ],
 )
-def test_what_cannot_be_run_is_reported_in_a_line(write, tmp_path, words, said):
+def test_what_cannot_be_run_is_reported_in_a_line(write, watched, tmp_path, words, said):
     write("print('ran')")
     (tmp_path / "folder").mkdir()
-    run = ampwise("run", *words, folder=tmp_path)
+    run = watched(*words)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith("ampwise: error: ")
     assert said in run.stderr
@@ -334,18 +334,18 @@ def test_what_cannot_be_run_is_reported_in_a_line(write, tmp_path, words, said):
     assert not (tmp_path / "ampwise-runs").exists()
 
 
-def test_a_record_is_not_written_over_by_accident(write, tmp_path):
+def test_a_record_is_not_written_over_by_accident(write, watched):
     write("print('ran')")
-    assert ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path).returncode == 0
-    again = ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path)
+    assert watched("-q", "-o", "run", "train.py").returncode == 0
+    again = watched("-q", "-o", "run", "train.py")
     assert (again.returncode, again.stdout) == (2, "")
     assert "run already holds a record; -f overwrites it, -o names another folder." in again.stderr
-    assert ampwise("run", "-q", "-f", "-o", "run", "train.py", folder=tmp_path).returncode == 0
+    assert watched("-q", "-f", "-o", "run", "train.py").returncode == 0
 
 
-def test_what_is_not_text_is_not_python(tmp_path):
+def test_what_is_not_text_is_not_python(watched, tmp_path):
     (tmp_path / "train.py").write_bytes(b"\x7fELF\xff\xfe\x00")
-    run = ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path)
+    run = watched("-q", "-o", "run", "train.py")
     assert run.returncode == 1
     assert "train.py is not Python" in run.stderr
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ampwise.finding.call_site import CallSite
-from ampwise.rules import run_checks
+from ampwise.finding.registry import run_checks
 from ampwise.watch.run_events import ScalerStep, ScriptFailed
 
 HERE = CallSite(file="train.py", line=12)

@@ -1,4 +1,4 @@
-"""Series stay short; a steady change is told from a jump."""
+"""Series stay short; a steady change is told from a jump; what underflows completely still counts."""
 
 import itertools
 import random
@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ampwise.numbers.census.algebra import Census
+from ampwise.numbers.census.underflow import FLUSHED
+from ampwise.rules.amp6xx_gradients import gradient_underflow
 from ampwise.rules.amp6xx_gradients.trends import steady_quarters
-from ampwise.watch.gradient_health import Series
+from ampwise.runs.rows import LayerSample
+from ampwise.watch.gradient_health import GradientHealth, Series
 
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300)
 
@@ -47,3 +51,29 @@ def test_a_jump_or_an_ended_fall_is_none(seed):
 def test_a_constant_has_no_change():
     assert steady_quarters([1.0] * 12) is None
     assert steady_quarters(range(12)) == [1.0, 4.0, 7.0, 10.0]
+
+
+def sampled(*binades, scales=None):
+    """Samples of one layer with 400 values in one binade each, or None for 400 zeros; another layer is healthy."""
+    health = GradientHealth(precision="fp16")
+    for step, binade in enumerate(binades):
+        tiny = Census(zeros=400)
+        if binade is not None:
+            tiny = Census(binades={binade: 400}, amax=2.0 ** (binade + 1), amin=2.0**binade)
+        layers = {"tiny": tiny, "healthy": Census(binades={-3: 400}, amax=0.2, amin=0.125)}
+        scale = scales[step] if scales else 1.0
+        health.add_sample(LayerSample(first=step, last=step, scale=scale, layers=layers))
+    return health
+
+
+def test_a_layer_that_underflows_completely_still_counts():
+    shrinking = sampled(FLUSHED + 3, FLUSHED + 1, None, None)
+    (finding,) = gradient_underflow.check_gradients(shrinking)
+    assert finding.place.parameter == "tiny"
+    assert finding.evidence["lost_share_at_least"] == 1.0
+    fallen_scale = sampled(FLUSHED, None, scales=[2.0**8, 1.0])
+    assert fallen_scale.underflows["tiny"].lost == 400
+    assert not sampled(None, None).underflows["tiny"].lost, "it may be dead"
+    assert not sampled(FLUSHED + 9, None).underflows["tiny"].lost, "it was far from underflow"
+    assert not sampled(FLUSHED, None, scales=[1.0, 2.0**10]).underflows["tiny"].lost, "a higher scale would show it"
+    assert not sampled(FLUSHED, None, FLUSHED + 12).underflows["tiny"].lost, "it is back"

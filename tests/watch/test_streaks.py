@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from ampwise.watch.streaks import KEPT, KEPT_BAD, BadStep, Streaks
+from ampwise.watch.gradient_health import KEPT, KEPT_BAD, BadStep, Streaks
 
 
 def run(*steps):

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.watch.matmul_work import OperatorCall, matmul_of
-from ampwise.watch.profile import KINDS, OURS, DeviceKernel, HostOp, Profile, read
+from ampwise.watch.profile import KINDS, OURS, DeviceKernel, HostOp, OperatorCall, Profile, matmul_of, read
 
 HALF, FULL = "c10::Half", "float"
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from ampwise.watch.patches import Patches
-from ampwise.watch.sync_counter import SyncCounter
-from ampwise.watch.timing import RunTiming
+from ampwise.watch.timing import RunTiming, SyncCounter
 
 TEXT = "called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:150.)"
 

@@ -1,5 +1,6 @@
 """What must be the same with and without a watch, where it was once not."""
 
+import contextlib
 import copy
 import io
 import subprocess
@@ -45,6 +46,41 @@ def train(model, loss_of, steps=3, optimizer=torch.optim.SGD):
         loss_of().backward()
         optimizer.step()
     return optimizer
+
+
+def entry_points():
+    """Everything of torch and Python that a watch replaces or adds to."""
+    from torch.optim import lr_scheduler, optimizer
+    from torch.utils.data import dataloader
+
+    owners = [torch, torch.autograd, torch.cuda, torch.jit, torch.onnx, nn.utils, nn.utils.clip_grad, nn.Module]
+    owners += [torch.optim.Optimizer, torch.amp.GradScaler, torch.autocast, lr_scheduler.LRScheduler]
+    owners += [lr_scheduler.OneCycleLR, dataloader._BaseDataLoaderIter, torch.autograd.profiler.profile]
+    hooks = [optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks]
+    return [dict(vars(owner)) for owner in owners] + [dict(each) for each in hooks]
+
+
+@pytest.mark.parametrize("how", ["an end", "an exception", "a failure of ours"])
+def test_everything_replaced_is_restored(how, monkeypatch):
+    model = nn.Linear(2, 2)
+    train(model, lambda: model(torch.ones(1, 2)).sum())  # whatever torch loads lazily is there
+    before = entry_points()
+    watch = Watch(every=1)
+    if how == "a failure of ours":
+        monkeypatch.setattr(watch._gradients, "settle", lambda **options: 1 / 0)
+    with contextlib.suppress(KeyError), watch:
+        assert torch.autograd.backward._ampwise
+        train(model, lambda: model(torch.ones(1, 2)).sum())
+        if how == "an exception":
+            raise KeyError
+    assert bool(watch.failures) is (how == "a failure of ours")
+    changed = [
+        name for old, new in zip(before, entry_points(), strict=True) for name in old if old[name] is not new.get(name)
+    ]
+    assert not changed
+    assert [len(old) for old in before] == [len(new) for new in entry_points()]
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
 
 
 def test_sparse_gradients_stay_as_they_are():

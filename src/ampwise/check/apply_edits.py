@@ -6,13 +6,12 @@ One pass applies all edits that do not conflict; the others are left for the nex
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ampwise.check.source.script import SourceScript, UnreadableFile, script_from_bytes
 from ampwise.finding import Edit, Finding, Place, edited
-
-__all__ = ["FixedScript", "apply_fixes", "unified_diff"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,14 @@ def apply_fixes(script: SourceScript, findings: Iterable[Finding], *, unsafe: bo
     if not chosen:
         return FixedScript(script=script, fixed=(), left=left)
     try:
-        after = _after(script, made)
+        edits = []
+        for edit in made:  # of a cell: as one of the whole text
+            above = script.line_of(Place(file=script.path, cell=edit.cell, line=1)) - 1 if edit.cell else 0
+            edits.append(Edit(edit.line + above, edit.column, edit.end_line + above, edit.end_column, edit.content))
+        text = edited(script.text, edits)
+        after = _read_again(script, text)
+        if after.text != text:
+            raise ValueError("the written file would be read back differently")
     except (UnreadableFile, ValueError) as error:
         reason = error.reason if isinstance(error, UnreadableFile) else str(error)
         codes = ", ".join(sorted({finding.rule.code for finding in chosen}))
@@ -62,13 +68,15 @@ def unified_diff(script: SourceScript, text: str) -> str:
         return ""
     if not script.cells:
         name = _quoted(script.path, script.encoding)
-        # patch takes text after a blank for a date; the tab marks the end of the name.
-        return _diff(f"{name}\t" if " " in name else name, *_as_in_file(script, text))
-    before, after = _cell_texts(script), _cell_texts(_read_again(script, text))
+        # As `patch` needs it: with the byte order mark and line endings of the file. It takes text after a blank for
+        # a date; the tab marks the end of the name.
+        mark = "\ufeff" if script.bom else ""
+        before, after = mark + script.file_text(script.text), mark + script.file_text(text)
+        return _diff(f"{name}\t" if " " in name else name, before, after)
+    old, new = _cell_texts(script), _cell_texts(_read_again(script, text))
+    changed = [(number, code, new.get(number, "")) for number, code in old.items() if code != new.get(number, "")]
     return "".join(
-        _diff(_quoted(f"{script.path}:cell {number}", script.encoding), code, after.get(number, ""))
-        for number, code in before.items()
-        if code != after.get(number, "")
+        [_diff(_quoted(f"{script.path}:cell {number}", script.encoding), *codes) for number, *codes in changed]
     )
 
 
@@ -100,23 +108,6 @@ def _is_of_whole_lines(edit: Edit) -> bool:
     return edit.content.startswith("\n") or edit.content.rstrip(" \t").endswith("\n")
 
 
-def _after(script: SourceScript, edits: Iterable[Edit]) -> SourceScript:
-    """Return the script as it would be read after the edits; Unreadable or ValueError if it would be broken."""
-    text = edited(script.text, [_in_text(script, edit) for edit in edits])
-    after = _read_again(script, text)
-    if after.text != text:
-        raise ValueError("the written file would be read back differently")
-    return after
-
-
-def _in_text(script: SourceScript, edit: Edit) -> Edit:
-    """Convert an edit of a cell to one of the script's whole text."""
-    if edit.cell is None:
-        return edit
-    above = script.line_of(Place(file=script.path, cell=edit.cell, line=1)) - 1
-    return edit.but(line=edit.line + above, end_line=edit.end_line + above, cell=None)
-
-
 def _read_again(script: SourceScript, text: str) -> SourceScript:
     return script_from_bytes(script.file_bytes(script.file_text(text)), script.path)
 
@@ -124,28 +115,25 @@ def _read_again(script: SourceScript, text: str) -> SourceScript:
 def _position(finding: Finding) -> tuple[object, ...]:
     first = min(((edit.cell or 0, edit.start, edit.end) for edit in finding.edits), default=None)
     place = finding.place
-    return first or (place.cell or 0, (place.line or 0, place.column or 0), (place.line or 0, place.column or 0))
+    here = (place.line or 0, place.column or 0)
+    return first or (place.cell or 0, here, here)
 
 
 def _cell_texts(script: SourceScript) -> dict[int, str]:
     """Return the code of each cell, with a newline at its end, which is not significant in a cell."""
     return {
-        cell.number: "".join(f"{line}\n" for line in script.lines[cell.first_line - 1 :][: cell.lines])
+        cell.number: "".join([f"{line}\n" for line in script.lines[cell.first_line - 1 :][: cell.lines]])
         for cell in script.cells
     }
-
-
-def _as_in_file(script: SourceScript, text: str) -> tuple[str, str]:
-    """Return the code before and after as ``patch`` needs it: with the byte order mark and line endings of the file."""
-    mark = "\ufeff" if script.bom else ""
-    return mark + script.file_text(script.text), mark + script.file_text(text)
 
 
 def _diff(name: str, before: str, after: str) -> str:
     import difflib
 
-    lines = difflib.unified_diff(_lines(before), _lines(after), name, name)
-    return "".join(_with_end(lines))
+    # Not splitlines, which also splits at a form feed.
+    old, new = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in (before, after))
+    lines = difflib.unified_diff(old, new, name, name)
+    return "".join([line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines])
 
 
 def _quoted(name: str, encoding: str) -> str:
@@ -157,16 +145,5 @@ def _quoted(name: str, encoding: str) -> str:
     fits = name.isascii() or encoding == "utf-8"  # the diff is written in the script's encoding
     if name.isprintable() and fits and not {'"', "\\"} & set(name):
         return name
-    escaped = (chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}" for byte in os.fsencode(name))
+    escaped = [chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}" for byte in os.fsencode(name)]
     return f'"{"".join(escaped)}"'
-
-
-def _lines(text: str) -> list[str]:
-    # Not splitlines, which also splits at a form feed.
-    lines = [f"{line}\n" for line in text.split("\n")]
-    return [*lines[:-1], lines[-1][:-1]] if lines[-1] != "\n" else lines[:-1]
-
-
-def _with_end(lines: Iterable[str]) -> Iterator[str]:
-    for line in lines:
-        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

@@ -14,8 +14,6 @@ import stat
 
 from ampwise.check.source.script import SourceScript, UnreadableFile, os_error_reason
 
-__all__ = ["replace_file", "write_script"]
-
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 CHANGED = errno.ESTALE
 
@@ -23,17 +21,24 @@ CHANGED = errno.ESTALE
 def write_script(before: SourceScript, text: str) -> None:
     """Write ``text`` as the code of the file that ``before`` was read from; a symlink stays a symlink.
 
-    Unreadable if the file is outside of the folder, has changed since it was read, or cannot be written back in its
-    encoding without other changes.
+    UnreadableFile if the file is not below the current folder or, for other paths, below theirs, has changed since it
+    was read, or cannot be written back in its encoding without other changes.
     """
+    path, here = before.path, os.getcwd()
+    named = os.path.abspath(path)
+    is_below = named.startswith(os.path.join(here, "")) and here != os.path.dirname(here)  # everything is below /
+    root = os.path.realpath(here if is_below else os.path.dirname(named))
+    real = os.path.realpath(named)
+    if not real.startswith(os.path.join(root, "")):
+        raise UnreadableFile(path, f"not written: it is a symlink out of {root}; name the real file: {real}")
     was = before.file_bytes(before.file_text(before.text))
     try:
-        replace_file(_own_file(before.path), before.file_bytes(before.file_text(text)), was=was)
+        replace_file(real, before.file_bytes(before.file_text(text)), was=was)
     except OSError as error:
         reason = f"cannot be written: {os_error_reason(error)}"
         if error.errno == CHANGED:
             reason = f"not written: the file has changed, or {before.encoding} cannot reproduce it exactly"
-        raise UnreadableFile(before.path, reason) from error
+        raise UnreadableFile(path, reason) from error
 
 
 def replace_file(path: str, data: bytes, *, was: bytes | None = None) -> None:
@@ -59,17 +64,6 @@ def replace_file(path: str, data: bytes, *, was: bytes | None = None) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-
-
-def _own_file(path: str) -> str:
-    """Return the file that ``path`` leads to; it must be below the current folder or, for other paths, below theirs."""
-    named, here = os.path.abspath(path), os.getcwd()
-    is_below = named.startswith(os.path.join(here, "")) and here != os.path.dirname(here)  # everything is below /
-    root = os.path.realpath(here if is_below else os.path.dirname(named))
-    real = os.path.realpath(named)
-    if not real.startswith(os.path.join(root, "")):
-        raise UnreadableFile(path, f"not written: it is a symlink out of {root}; name the real file: {real}")
-    return real
 
 
 def _plain_status(path: str, was: bytes | None) -> os.stat_result | None:

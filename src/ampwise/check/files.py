@@ -8,58 +8,33 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from ampwise.check.config import CheckSettings, SettingsByFolder
-from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.script import UnreadableFile, os_error_reason
-
-__all__ = ["DEFAULT_EXCLUDE", "FoundFiles", "find_files", "glob_matcher", "ignored_selectors", "is_excluded"]
 
 SUFFIXES = (".py", ".ipynb")
 SHOWN_LINKS = 3
 
 # ruff's list, and site-packages.
 DEFAULT_EXCLUDE = (
-    ".bzr",
-    ".direnv",
-    ".eggs",
-    ".git",
-    ".git-rewrite",
-    ".hg",
-    ".ipynb_checkpoints",
-    ".mypy_cache",
-    ".nox",
-    ".pants.d",
-    ".pyenv",
-    ".pytest_cache",
-    ".pytype",
-    ".ruff_cache",
-    ".svn",
-    ".tox",
-    ".venv",
-    ".vscode",
-    "__pycache__",
-    "__pypackages__",
-    "_build",
-    "buck-out",
-    "build",
-    "dist",
-    "node_modules",
-    "site-packages",
-    "venv",
+    *(".bzr", ".direnv", ".eggs", ".git", ".git-rewrite", ".hg", ".ipynb_checkpoints", ".mypy_cache", ".nox"),
+    *(".pants.d", ".pyenv", ".pytest_cache", ".pytype", ".ruff_cache", ".svn", ".tox", ".venv", ".vscode"),
+    *("__pycache__", "__pypackages__", "_build", "buck-out", "build", "dist", "node_modules", "site-packages", "venv"),
 )
 
 
+@dataclass(slots=True)
 class FoundFiles:
     """Files to check, in order, and messages about paths that gave none."""
 
-    def __init__(self) -> None:
-        self.files: list[str] = []
-        self.unreadable: list[UnreadableFile] = []
-        self.notes: list[str] = []
-        self.excluded = 0  # number of given paths that are excluded
+    files: list[str] = field(default_factory=list)
+    unreadable: list[UnreadableFile] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    excluded: int = 0  # number of given paths that are excluded
 
 
 def find_files(paths: Iterable[str], configs: SettingsByFolder, *, force_exclude: bool = False) -> FoundFiles:
@@ -74,7 +49,11 @@ def find_files(paths: Iterable[str], configs: SettingsByFolder, *, force_exclude
             walk.found.excluded += 1
         else:
             walk.add(path)
-    walk.note_links_out()
+    count, names = len(walk.links_out), ", ".join(walk.links_out[:SHOWN_LINKS])
+    if count:
+        lead, follow = ("1 symlink leads", "was") if count == 1 else (f"{count} symlinks lead", "were")
+        more = ", ..." if count > SHOWN_LINKS else ""
+        walk.found.notes.append(f"{lead} out of the checked folder and {follow} not followed: {names}{more}")
     return walk.found
 
 
@@ -86,7 +65,7 @@ def is_excluded(path: str, configs: SettingsByFolder) -> bool:
     is_below_top = here.startswith(os.path.join(top, ""))
     while here != top:
         above, name = os.path.split(here)
-        if _Excluded(configs.for_folder(above), above)(name):
+        if _exclusion(configs.for_folder(above), above)(name):
             return True
         if not is_below_top:  # names of folders outside of the project do not count
             return False
@@ -95,7 +74,7 @@ def is_excluded(path: str, configs: SettingsByFolder) -> bool:
 
 
 @functools.cache
-def glob_matcher(globs: tuple[str, ...]) -> LazyPattern | None:
+def glob_matcher(globs: tuple[str, ...]) -> re.Pattern[str] | None:
     """Return a pattern that matches a name, or a path with forward slashes, of one of ``globs``; None without globs.
 
     >>> bool(glob_matcher(("tests/**", "*_pb2.py")).match("tests/a/b.py"))
@@ -107,46 +86,36 @@ def glob_matcher(globs: tuple[str, ...]) -> LazyPattern | None:
     # `**/name` means the name at any depth, including the top; fnmatch would require a slash before it.
     shorter = [glob.removeprefix("**/") for glob in plain if glob.startswith("**/")]
     patterns = [fnmatch.translate(glob) for glob in (*plain, *shorter) if glob]
-    return LazyPattern("|".join(patterns)) if patterns else None
+    return re.compile("|".join(patterns)) if patterns else None
 
 
 class _Walk:
     def __init__(self, configs: SettingsByFolder) -> None:
         self.found = FoundFiles()
+        self.links_out: list[str] = []  # symlinks that were not followed
         self._configs = configs
         self._known: set[str] = set()  # real paths of files
         self._walked: set[tuple[int, int]] = set()  # device and inode of folders
-        self._links_out: list[str] = []
 
     def add(self, path: str) -> None:
         """Add a path that was given."""
         try:
             mode = os.stat(path).st_mode
         except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-            self.found.unreadable.append(UnreadableFile(path, os_error_reason(error)))
+            self._cannot_read(path, error)
             return
         if not stat.S_ISDIR(mode):
             self._add_file(os.path.normpath(path), os.path.realpath(path))
             return
-        known, trouble = len(self._known), len(self.found.unreadable)
+        before = (len(self._known), len(self.found.unreadable))
         self._walk(os.path.normpath(path))
-        silent = (known, trouble) == (len(self._known), len(self.found.unreadable))
-        if silent and not self._has_python(path):
-            self.found.notes.append(f"{path}: no Python file or notebook in this folder")
+        if before == (len(self._known), len(self.found.unreadable)):
+            folder = os.path.join(os.path.realpath(path), "")
+            if not any(known.startswith(folder) for known in self._known):  # else found through another path
+                self.found.notes.append(f"{path}: no Python file or notebook in this folder")
 
-    def note_links_out(self) -> None:
-        """Add a note about symlinks that were not followed."""
-        count, names = len(self._links_out), ", ".join(self._links_out[:SHOWN_LINKS])
-        if count:
-            lead = "1 symlink leads" if count == 1 else f"{count} symlinks lead"
-            follow = "was" if count == 1 else "were"
-            more = ", ..." if count > SHOWN_LINKS else ""
-            self.found.notes.append(f"{lead} out of the checked folder and {follow} not followed: {names}{more}")
-
-    def _has_python(self, path: str) -> bool:
-        """Whether a file below a folder was already found through another path."""
-        folder = os.path.join(os.path.realpath(path), "")
-        return any(known.startswith(folder) for known in self._known)
+    def _cannot_read(self, path: str, error: OSError | ValueError) -> None:
+        self.found.unreadable.append(UnreadableFile(path, os_error_reason(error)))
 
     def _add_file(self, path: str, real: str) -> None:
         if real not in self._known:
@@ -161,100 +130,76 @@ class _Walk:
         for path in links:  # the list grows during the loop
             real = os.path.realpath(path)
             if real != top and not real.startswith(os.path.join(top, "")):
-                self._links_out.append(path)
+                self.links_out.append(path)
             elif os.path.isdir(real):
                 self._walk_folders(path, real, links)
             else:
                 self._add_file(path, real)
 
     def _walk_folders(self, folder: str, real: str, links: list[str]) -> None:
-        """Add a folder and those below it, and collect their links."""
+        """Add the files of a folder and of those below it, and collect their links."""
         pending = [(folder, real)]
         while pending:
             folder, real = pending.pop()
-            if self._is_new(folder):
-                below, linked = self._visit(folder, real)
-                pending += reversed(below)
-                links += linked
+            try:
+                if not self._is_new(folder):
+                    continue
+                is_excluded_here = _exclusion(self._configs.for_folder(folder), folder)
+                with os.scandir(folder) as found:
+                    entries = sorted([e for e in found if not is_excluded_here(e.name)], key=lambda entry: entry.name)
+            except OSError as error:
+                self._cannot_read(folder, error)
+                continue
+            below: list[tuple[str, str]] = []
+            for entry in entries:
+                path = entry.path.removeprefix(f".{os.sep}") if folder == "." else entry.path
+                try:
+                    if not entry.is_dir() and not entry.name.endswith(SUFFIXES):
+                        continue
+                    if entry.is_symlink():
+                        self._add_link(entry, path, links)
+                    elif entry.is_dir():
+                        below.append((path, os.path.join(real, entry.name)))
+                    elif entry.is_file():
+                        self._add_file(path, os.path.join(real, entry.name))
+                except OSError as error:  # a link to itself
+                    self._cannot_read(path, error)
+            pending += reversed(below)
+
+    def _add_link(self, entry: os.DirEntry[str], path: str, links: list[str]) -> None:
+        if entry.is_dir() or entry.is_file():
+            links.append(path)
+        elif not entry.name.startswith(".#"):  # Emacs's lock files are broken links
+            self.found.unreadable.append(UnreadableFile(path, "a broken symbolic link"))
 
     def _is_new(self, folder: str) -> bool:
-        try:
-            status = os.stat(folder)
-        except OSError as error:
-            self.found.unreadable.append(UnreadableFile(folder, os_error_reason(error)))
-            return False
+        """Whether a folder was not walked before; a loop of links is noted."""
+        status = os.stat(folder)
         identity = (status.st_dev, status.st_ino)
-        if identity in self._walked:
-            self._note_if_loop(folder, identity)
-            return False
-        self._walked.add(identity)
-        return True
-
-    def _note_if_loop(self, folder: str, identity: tuple[int, int]) -> None:
+        if identity not in self._walked:
+            self._walked.add(identity)
+            return True
         above = os.path.dirname(os.path.abspath(folder))
         while above != os.path.dirname(above):
             status = os.stat(above)
             if (status.st_dev, status.st_ino) == identity:
                 self.found.notes.append(f"{folder}: a loop of symbolic links, not followed")
-                return
+                break
             above = os.path.dirname(above)
-
-    def _visit(self, folder: str, real: str) -> tuple[list[tuple[str, str]], list[str]]:
-        """Add the files of a folder; return the folders below it with their real paths, and the links."""
-        below: list[tuple[str, str]] = []
-        linked: list[str] = []
-        excluded = _Excluded(self._configs.for_folder(folder), folder)
-        for entry in self._entries(folder):
-            if excluded(entry.name):
-                continue
-            path = entry.path.removeprefix(f".{os.sep}") if folder == "." else entry.path
-            try:
-                is_folder = entry.is_dir()
-                if not is_folder and not entry.name.endswith(SUFFIXES):
-                    continue
-                if entry.is_symlink():
-                    linked += self._followable(entry, path)
-                elif is_folder:
-                    below.append((path, os.path.join(real, entry.name)))
-                elif entry.is_file():
-                    self._add_file(path, os.path.join(real, entry.name))
-            except OSError as error:  # a link to itself
-                self.found.unreadable.append(UnreadableFile(path, os_error_reason(error)))
-        return below, linked
-
-    def _followable(self, entry: os.DirEntry[str], path: str) -> list[str]:
-        """Return a link if it leads to a file or a folder; report a broken one."""
-        if entry.is_dir() or entry.is_file():
-            return [path]
-        if not entry.name.startswith(".#"):  # Emacs's lock files are broken links
-            self.found.unreadable.append(UnreadableFile(path, "a broken symbolic link"))
-        return []
-
-    def _entries(self, folder: str) -> list[os.DirEntry[str]]:
-        try:
-            with os.scandir(folder) as entries:
-                return sorted(entries, key=lambda entry: entry.name)
-        except OSError as error:
-            self.found.unreadable.append(UnreadableFile(folder, os_error_reason(error)))
-            return []
+        return False
 
 
-class _Excluded:
-    """Test whether the settings exclude a name in one folder."""
-
-    def __init__(self, settings: CheckSettings, folder: str) -> None:
-        globs = (*(DEFAULT_EXCLUDE if settings.exclude is None else settings.exclude), *settings.extend_exclude)
-        self._names = frozenset(glob for glob in globs if not set(glob) & set("*?[/"))
-        self._matcher = glob_matcher(tuple(glob for glob in globs if glob not in self._names))
-        relative = os.path.relpath(folder, settings.folder).replace(os.sep, "/") if self._matcher else ""
-        self._prefix = "" if relative in ("", ".") else f"{relative}/"
-
-    def __call__(self, name: str) -> bool:
-        if name in self._names:
-            return True
-        if self._matcher is None:
-            return False
-        return bool(self._matcher.match(name) or self._matcher.match(self._prefix + name))
+def _exclusion(settings: CheckSettings, folder: str) -> Callable[[str], bool]:
+    """Return a test whether the settings exclude a name in one folder."""
+    globs = (*(DEFAULT_EXCLUDE if settings.exclude is None else settings.exclude), *settings.extend_exclude)
+    names = frozenset([glob for glob in globs if not set(glob) & set("*?[/")])
+    matcher = glob_matcher(tuple([glob for glob in globs if glob not in names]))
+    if matcher is None:
+        return names.__contains__
+    relative = os.path.relpath(folder, settings.folder).replace(os.sep, "/")
+    prefix = "" if relative in ("", ".") else f"{relative}/"
+    match = matcher.match
+    return lambda name: bool(name in names or match(name) or match(prefix + name))
 
 
 def ignored_selectors(settings: CheckSettings, path: str) -> Iterator[str]:

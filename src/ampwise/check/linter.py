@@ -8,30 +8,26 @@ rule needs are skipped; many of the others are split among processes.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
 
-from ampwise.check.config import CheckSettings, SettingsByFolder
+from ampwise.check.config import SettingsByFolder
 from ampwise.check.files import find_files, ignored_selectors
 from ampwise.check.selectors import SelectorLayer, check_selectors, chosen_codes, matching_codes
 from ampwise.check.source.script import SourceScript, UnreadableFile, read_bytes, read_script
-from ampwise.check.source_rules import matching_rules, source_rules
-from ampwise.finding import Finding
-from ampwise.finding.frozen import Frozen
+from ampwise.check.source_rules import matching_rules, rules_for_imported_files
+from ampwise.finding import Finding, registry
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-    from typing import TypeVar
-
     from ampwise.check.noqa import Suppressions
     from ampwise.check.source.project import Project
 
-    Read = TypeVar("Read")
-
-__all__ = ["CheckReport", "CheckTask", "RuleSelection", "check_paths", "check_text", "check_texts"]
+Read = TypeVar("Read")
 
 # With few files, all are parsed to report syntax errors; with more, only those that may have a finding.
 FEW_FILES = 50
@@ -42,22 +38,20 @@ DEBUG = "AMPWISE_DEBUG"
 TRAINER_WORDS = (b"loss.backward(", b"loss).backward(", b".scale(", b"GradScaler(", b"unscale_(")
 
 
+@dataclass(slots=True)
 class CheckReport:
     """Result of a check.
 
     Files in ``unreadable`` were not checked, those in ``partly`` only in part; ``notes`` has the reasons and other
-    messages.
+    messages. ``excluded`` counts paths that were given but are excluded.
     """
 
-    __slots__ = ("excluded", "files_checked", "findings", "notes", "partly", "unreadable")
-
-    def __init__(self, unreadable: list[UnreadableFile] | None = None, notes: list[str] | None = None) -> None:
-        self.findings: list[Finding] = []
-        self.unreadable = [] if unreadable is None else unreadable
-        self.notes = [] if notes is None else notes
-        self.partly: list[str] = []
-        self.files_checked = 0
-        self.excluded = 0  # paths that were given but are excluded
+    findings: list[Finding] = field(default_factory=list)
+    unreadable: list[UnreadableFile] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    partly: list[str] = field(default_factory=list)
+    files_checked: int = 0
+    excluded: int = 0
 
     def add(self, other: CheckReport) -> None:
         """Add the report of another part of the run."""
@@ -75,35 +69,30 @@ class RuleSelection:
     def __init__(self, configs: SettingsByFolder, command_line: SelectorLayer | None = None) -> None:
         self.configs = configs
         self._command_line = command_line or SelectorLayer()
-        self._rules = [module.RULE for module in source_rules()]
+        self._rules = [module.RULE for module in registry.source_rules()]
         self._by_settings: dict[str | None, frozenset[str]] = {}
-        check_selectors(_selectors(self._command_line), self._rules)
+        layer = self._command_line
+        check_selectors((*(layer.select or ()), *layer.extend_select, *layer.ignore), self._rules)
 
     def codes(self, path: str) -> frozenset[str]:
         """Return the codes of the rules to check in a file."""
         settings = self.configs.for_file(path)
-        codes = self._chosen(settings)
-        ignored = [code for selector in ignored_selectors(settings, path) for code in self._ignored(selector, settings)]
-        return codes.difference(ignored) if ignored else codes
-
-    def _ignored(self, selector: str, settings: CheckSettings) -> list[str]:
-        return matching_codes(selector, self._rules, _where(settings, "per-file-ignores"))
-
-    def _chosen(self, settings: CheckSettings) -> frozenset[str]:
         if settings.source not in self._by_settings:
-            layer = SelectorLayer(
-                select=settings.select,
-                ignore=settings.ignore,
-                extend_select=settings.extend_select,
-                where=_where(settings),
-            )
+            where = f" in {settings.source}" if settings.source else ""
             for selectors in settings.per_file_ignores.values():
-                check_selectors(selectors, self._rules, _where(settings, "per-file-ignores"))
+                check_selectors(selectors, self._rules, f"{where} (per-file-ignores)")
+            layer = SelectorLayer(
+                select=settings.select, ignore=settings.ignore, extend_select=settings.extend_select, where=where
+            )
             self._by_settings[settings.source] = chosen_codes(self._rules, [layer, self._command_line])
-        return self._by_settings[settings.source]
+        codes = self._by_settings[settings.source]
+        for selector in ignored_selectors(settings, path):
+            codes = codes.difference(matching_codes(selector, self._rules))
+        return codes
 
 
-class CheckTask(Frozen):
+@dataclass(frozen=True, slots=True)
+class CheckTask:
     """Files to check, with the rules to check in each, and all files of the project, which imports may lead to.
 
     A rule that checks one file may find a mistake in another, which has none of the rule's words: a helper that clips
@@ -111,23 +100,10 @@ class CheckTask(Frozen):
     ``codes``.
     """
 
-    __slots__ = ("project_paths", "codes", "texts", "wanted")  # noqa: RUF023 (the order they are shown in)
-
-    def __init__(
-        self,
-        project_paths: tuple[str, ...],
-        codes: Mapping[str, frozenset[str]],
-        texts: Mapping[str, str] | None = None,
-        wanted: Callable[[str], frozenset[str]] | None = None,
-    ) -> None:
-        self.project_paths, self.codes, self.wanted = project_paths, codes, wanted
-        self.texts: Mapping[str, str] = texts or {}  # texts to check instead of the files on disk
-
-    def wants(self, finding: Finding) -> bool:
-        """Whether to report a finding."""
-        path = finding.place.file or ""
-        codes = self.wanted(path) if self.wanted else self.codes.get(path, ())
-        return finding.rule.code in codes
+    project_paths: tuple[str, ...]
+    codes: Mapping[str, frozenset[str]]
+    texts: Mapping[str, str] = field(default_factory=dict)  # to check instead of the files on disk
+    wanted: Callable[[str], frozenset[str]] | None = None
 
 
 def check_paths(
@@ -139,15 +115,20 @@ def check_paths(
     force_exclude: bool = False,
 ) -> tuple[CheckReport, CheckTask]:
     """Check files and folders; return the report and the task, which ``check_texts`` can repeat."""
+    from ampwise.check.progress import ProgressBar
+
     found = find_files(paths, choice.configs, force_exclude=force_exclude)
-    report = CheckReport(unreadable=found.unreadable, notes=found.notes)
-    report.excluded = found.excluded
-    sizes: dict[str, int] = {}
-    codes: dict[str, frozenset[str]] = {}
-    for path, size, possible in _candidates(found.files, report):
-        sizes[path], codes[path] = size, choice.codes(path) & possible
+    report = CheckReport(unreadable=found.unreadable, notes=found.notes, excluded=found.excluded)
+    sizes, possible = _candidates(found.files, report)
+    codes = {path: choice.codes(path) & possible[path] for path in sizes}
     task = CheckTask(tuple(found.files), codes, wanted=choice.codes)
-    report.add(_check(task, sizes, jobs, progress))
+    # The cores that this process may use, fewer in a container; only Linux knows.
+    jobs = jobs or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()) or 1
+    many = jobs > 1 and len(sizes) > 1 and sum(sizes.values()) > WORTH_PROCESSES
+    with ProgressBar(len(sizes), sys.stderr if progress else None) as bar:
+        for part in _shared_reports(task, sizes, jobs) if many else _reports(task):
+            report.add(part)
+            bar.advance(part.files_checked + len(part.unreadable))
     return _finished(report, task), task
 
 
@@ -162,17 +143,36 @@ def check_texts(task: CheckTask) -> CheckReport:
     return _finished(_merged(_reports(task)), task)
 
 
-def check_share(task: CheckTask) -> CheckReport:
-    """Check one share of the files, in a worker process."""
-    return _merged(_reports(task, project=_project_of_this_process(task.project_paths)))
+def _candidates(files: Sequence[str], report: CheckReport) -> tuple[dict[str, int], dict[str, frozenset[str]]]:
+    """Return the sizes of the files that may have a finding, and the rules whose words each file contains.
+
+    Other files are counted as checked, or added to the unreadable ones.
+    """
+    rules = registry.source_rules()
+    sizes: dict[str, int] = {}
+    possible: dict[str, frozenset[str]] = {}
+    trainers = []
+    for path in files:
+        try:
+            data = read_bytes(path)
+        except UnreadableFile as error:
+            report.unreadable.append(error)
+            continue
+        sizes[path] = len(data)
+        possible[path] = frozenset([rule.RULE.code for rule in matching_rules(data, rules)])
+        if possible[path] and any(map(data.__contains__, TRAINER_WORDS)):
+            trainers.append(path)  # files that it imports may do a part of its step
+    if trainers and len(files) > 1:
+        for path, codes in rules_for_imported_files(trainers, files, rules):
+            possible[path] = possible.get(path, frozenset()) | codes
+    if len(files) > FEW_FILES:
+        worth_parsing = {path: size for path, size in sizes.items() if possible[path]}
+        report.files_checked += len(sizes) - len(worth_parsing)
+        sizes = worth_parsing
+    return sizes, possible
 
 
-@functools.lru_cache(maxsize=1)
-def _project_of_this_process(paths: tuple[str, ...]) -> Project:
-    """Return one project for all shares of a process, so that common imports are read once per process."""
-    from ampwise.check.source.project import Project
-
-    return Project(paths)
+# Checking files in one process.
 
 
 def _merged(parts: Iterable[CheckReport]) -> CheckReport:
@@ -184,29 +184,22 @@ def _merged(parts: Iterable[CheckReport]) -> CheckReport:
 
 def _reports(task: CheckTask, project: Project | None = None) -> Iterator[CheckReport]:
     """Yield one report per file, with the findings that no comment suppresses."""
-    if not task.texts and not any(task.codes.values()):
-        yield from _read_only(task.codes)
-        return
-    if project is None:
+    if project is None and (task.texts or any(task.codes.values())):  # else no rule applies to any of the files
         from ampwise.check.source.project import Project
 
-        project = Project(task.project_paths, task.texts or None)
-    rules = source_rules()
+        project = Project(task.project_paths, task.texts)
+    rules = registry.source_rules()
     for path, codes in task.codes.items():
         report = CheckReport()
-        _check_file(project, path, [rule for rule in rules if rule.RULE.code in codes], report)
-        report.notes += project.notes
-        project.notes.clear()
-        yield _without_suppressed(report, project)
-
-
-def _read_only(paths: Iterable[str]) -> Iterator[CheckReport]:
-    """Yield one report per file for files that no rule applies to: only whether they can be read is checked."""
-    for path in paths:
-        report = CheckReport()
-        script = _try_to_read(read_script, path, report)
-        if script is not None:
-            _count(script, report)
+        if project is None:
+            script = _try_to_read(read_script, path, report)
+            if script is not None:
+                _count(script, report)
+        else:
+            _check_file(project, path, [rule for rule in rules if rule.RULE.code in codes], report)
+            report.notes += project.notes
+            project.notes.clear()
+            _drop_suppressed(report, project)
         yield report
 
 
@@ -266,39 +259,38 @@ def _internal(where: str, what: str) -> str:
     return f"internal error in {where}: {what}; please report it ({DEBUG}=1 shows the traceback)"
 
 
-def _without_suppressed(report: CheckReport, project: Project) -> CheckReport:
-    known: dict[str | None, tuple[SourceScript, Suppressions] | None] = {}
+def _drop_suppressed(report: CheckReport, project: Project) -> None:
+    """Remove the findings that a comment in their file suppresses."""
+    if not report.findings:
+        return
+    from ampwise.check.noqa import read_suppressions
+
+    by_rule = {finding.rule.code: finding for finding in report.findings}  # comments name rules, not findings
+    known: dict[str, tuple[SourceScript, Suppressions] | None] = {}
     kept = []
     for finding in report.findings:
         path = finding.place.file
-        if path not in known:
-            known[path] = _suppressions(project, path, report.findings)
-        here = known[path]
+        if path is not None and path not in known:
+            try:
+                script = project.code(path).script
+                known[path] = script, read_suppressions(script, by_rule.values())
+            except UnreadableFile:  # a finding in a file that was not checked itself
+                known[path] = None
+        here = known[path] if path is not None else None
         if here is None or not here[1].cover(finding, here[0].line_of(finding.place)):
             kept.append(finding)
     report.findings = kept
-    return report
-
-
-def _suppressions(
-    project: Project, path: str | None, findings: Sequence[Finding]
-) -> tuple[SourceScript, Suppressions] | None:
-    from ampwise.check.noqa import read_suppressions
-
-    if path is None:
-        return None
-    try:
-        script = project.code(path).script
-    except UnreadableFile:  # a finding in a file that was not checked itself
-        return None
-    by_rule = {finding.rule.code: finding for finding in findings}  # comments name rules, not findings
-    return script, read_suppressions(script, by_rule.values())
 
 
 def _finished(report: CheckReport, task: CheckTask) -> CheckReport:
     """Keep only the wanted findings, once each, in the order of files and lines."""
-    wanted = [finding for finding in report.findings if task.wants(finding)]
-    report.findings = sorted({(found.rule.code, found.place): found for found in wanted}.values(), key=_order)
+    found: dict[object, Finding] = {}
+    for finding in report.findings:
+        path = finding.place.file or ""
+        if finding.rule.code in (task.wanted(path) if task.wanted else task.codes.get(path, ())):
+            found[finding.rule.code, finding.place] = finding
+    position = operator.attrgetter("place.file", "place.cell", "place.line", "place.column", "rule.code", "message")
+    report.findings = sorted(found.values(), key=lambda finding: [part or 0 for part in position(finding)])
     # By path, independent of the order of processes; the notes of one file keep their order.
     report.unreadable.sort(key=lambda error: error.path)
     report.notes = sorted(dict.fromkeys(report.notes), key=lambda note: note.partition(": ")[0])
@@ -306,74 +298,67 @@ def _finished(report: CheckReport, task: CheckTask) -> CheckReport:
     return report
 
 
-def _order(finding: Finding) -> tuple[object, ...]:
-    place = finding.place
-    return (place.file, place.cell or 0, place.line or 0, place.column or 0, finding.rule.code, finding.message)
-
-
-# Files that are worth parsing.
-
-
-def _candidates(files: Sequence[str], report: CheckReport) -> Iterator[tuple[str, int, frozenset[str]]]:
-    """Yield the files that may have a finding, with their size and the rules whose words they contain.
-
-    Other files are counted as checked, or added to the unreadable ones.
-    """
-    rules = source_rules()
-    sizes: dict[str, int] = {}
-    possible: dict[str, frozenset[str]] = {}
-    trainers = []
-    for path in files:
-        try:
-            data = read_bytes(path)
-        except UnreadableFile as error:
-            report.unreadable.append(error)
-            continue
-        sizes[path] = len(data)
-        possible[path] = frozenset(rule.RULE.code for rule in matching_rules(data, rules))
-        if possible[path] and any(word in data for word in TRAINER_WORDS):
-            trainers.append(path)  # files that it imports may do a part of its step
-    if trainers and len(files) > 1:
-        from ampwise.check.imported_files import rules_for_imported_files
-
-        for path, codes in rules_for_imported_files(trainers, files, rules):
-            possible[path] = possible.get(path, frozenset()) | codes
-    for path, size in sizes.items():
-        if possible[path] or len(files) <= FEW_FILES:
-            yield path, size, possible[path]
-        else:
-            report.files_checked += 1
-
-
-# Splitting them among processes.
-
-
-def _check(task: CheckTask, sizes: Mapping[str, int], jobs: int | None, progress: bool) -> CheckReport:
-    from ampwise.check.progress import ProgressBar
-
-    jobs = jobs or _cores()
-    many = jobs > 1 and len(sizes) > 1 and sum(sizes.values()) > WORTH_PROCESSES
-    report = CheckReport()
-    with ProgressBar(len(sizes), sys.stderr if progress else None) as bar:
-        for part in _shared_reports(task, sizes, jobs) if many else _reports(task):
-            report.add(part)
-            bar.advance(part.files_checked + len(part.unreadable))
-    return report
+# Splitting the files among processes.
 
 
 def _shared_reports(task: CheckTask, sizes: Mapping[str, int], jobs: int) -> Iterator[CheckReport]:
-    from ampwise.check.worker_processes import run_in_processes
-
-    source_rules()  # loaded once, before the processes are forked
-    tasks = [
-        CheckTask(task.project_paths, {path: task.codes[path] for path in share})
-        for share in split_into_shares(sizes, jobs * SHARES_PER_JOB)
-    ]
-    for part, report in run_in_processes(check_share, tasks, min(jobs, len(tasks))):
+    """Yield a report for each share of the files, as processes finish them; the run survives if one dies."""
+    registry.source_rules()  # loaded once, before the processes are forked
+    shares = split_into_shares(sizes, jobs * SHARES_PER_JOB)
+    tasks = [CheckTask(task.project_paths, {path: task.codes[path] for path in share}) for share in shares]
+    lost = []
+    for part, report in _in_pool(tasks, min(jobs, len(tasks))):
         if report is None:
-            yield CheckReport(unreadable=[UnreadableFile(path, "the process that read it died") for path in part.codes])
+            lost.append(part)
         else:
             yield report
+    # One process that dies breaks the whole pool: each lost share gets a process of its own.
+    for part in lost:
+        for _, report in _in_pool([part], 1):
+            died = [UnreadableFile(path, "the process that read it died") for path in part.codes]
+            yield CheckReport(unreadable=died) if report is None else report
+
+
+def _in_pool(tasks: Sequence[CheckTask], jobs: int) -> Iterator[tuple[CheckTask, CheckReport | None]]:
+    """Yield each task with its report, as they finish; None if the pool was broken before."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from concurrent.futures.process import BrokenProcessPool
+
+    # Forked processes have the rules already loaded; forking is safe on Linux only.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_set_up_worker)
+    try:
+        futures = {pool.submit(check_share, task): task for task in tasks}
+        for future in as_completed(futures):
+            try:
+                report = future.result()
+            except BrokenProcessPool:
+                report = None
+            yield futures[future], report
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _set_up_worker() -> None:
+    import gc
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    gc.disable()  # as in the parent, see cli/check.py; needed here for processes that are not forked
+
+
+def check_share(task: CheckTask) -> CheckReport:
+    """Check one share of the files, in a worker process."""
+    return _merged(_reports(task, project=_project_of_this_process(task.project_paths)))
+
+
+@functools.lru_cache(maxsize=1)
+def _project_of_this_process(paths: tuple[str, ...]) -> Project:
+    """Return one project for all shares of a process, so that common imports are read once per process."""
+    from ampwise.check.source.project import Project
+
+    return Project(paths)
 
 
 def split_into_shares(sizes: Mapping[str, int], number: int) -> list[list[str]]:
@@ -393,18 +378,3 @@ def split_into_shares(sizes: Mapping[str, int], number: int) -> list[list[str]]:
         parts[-1].append(path)
         folder, filled = os.path.dirname(path), filled + size
     return [part for part in parts if part]
-
-
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))  # the cores that this process may use, fewer in a container
-    except AttributeError:  # not Linux
-        return os.cpu_count() or 1
-
-
-def _selectors(layer: SelectorLayer) -> tuple[str, ...]:
-    return (*(layer.select or ()), *layer.extend_select, *layer.ignore)
-
-
-def _where(settings: CheckSettings, key: str = "") -> str:
-    return f" in {settings.source}{f' ({key})' if key else ''}" if settings.source else ""

@@ -7,12 +7,11 @@ well as codes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ampwise.check.source.script import SourceScript
 from ampwise.finding import Finding
-
-__all__ = ["Suppressions", "add_noqa_comments", "read_suppressions"]
 
 # As text, for `re` to compile at first use: most files have no such comment, and compiling takes milliseconds.
 ITEM = r"(?:[A-Z]+[0-9]+|[A-Z0-9]+(?:-[A-Z0-9]+)+)\b"
@@ -23,18 +22,13 @@ EVERYTHING = frozenset({"*"})
 WITHOUT_CODES = r"(?i)noqa(?!\s*:)"
 
 
+@dataclass(frozen=True)
 class Suppressions:
     """Codes and names, in capitals, that a file's comments suppress; EVERYTHING stands for all."""
 
-    def __init__(
-        self,
-        in_file: frozenset[str],
-        by_line: dict[int, frozenset[str]],
-        logical_lines: dict[int, tuple[int, int]],
-    ) -> None:
-        self.in_file = in_file
-        self.by_line = by_line
-        self.logical_lines = logical_lines  # first and last line of the statement, for statements of several lines
+    in_file: frozenset[str]
+    by_line: dict[int, frozenset[str]]
+    logical_lines: dict[int, tuple[int, int]]  # first and last line of the statement, for statements of several lines
 
     def cover(self, finding: Finding, line: int) -> bool:
         """Whether ``finding``, on ``line`` of the script's text, is suppressed."""
@@ -43,13 +37,15 @@ class Suppressions:
         return not suppressed.isdisjoint({"*", finding.rule.code, finding.rule.name.upper()})
 
 
-NOTHING = Suppressions(frozenset(), {}, {})
-
-
 def read_suppressions(script: SourceScript, findings: Iterable[Finding]) -> Suppressions:
-    """Read what the comments of ``script`` suppress; skipped if they cannot concern ``findings``."""
-    if not _may_suppress(findings, script.text):
-        return NOTHING
+    """Read what the comments of ``script`` suppress; skipped if they cannot concern ``findings``.
+
+    Tokenizing a file is as slow as parsing it.
+    """
+    lower = script.text.lower()
+    keys = [key for finding in findings for key in (finding.rule.code.lower(), finding.rule.name)]
+    if "noqa" not in lower or not (any(key in lower for key in keys) or re.search(WITHOUT_CODES, script.text)):
+        return Suppressions(frozenset(), {}, {})
     comments, logical_lines = _tokenized(script)
     in_file: set[str] = set()
     by_line: dict[int, frozenset[str]] = {}
@@ -61,15 +57,6 @@ def read_suppressions(script: SourceScript, findings: Iterable[Finding]) -> Supp
     return Suppressions(frozenset(in_file), by_line, logical_lines)
 
 
-def _may_suppress(findings: Iterable[Finding], text: str) -> bool:
-    """Whether a file may have comments about ``findings``; tokenizing it is as slow as parsing."""
-    lower = text.lower()
-    if "noqa" not in lower:
-        return False
-    named = any(key in lower for finding in findings for key in (finding.rule.code.lower(), finding.rule.name))
-    return named or re.search(WITHOUT_CODES, text) is not None
-
-
 def add_noqa_comments(script: SourceScript, findings: Iterable[Finding]) -> str:
     """Return the text of ``script`` with a comment for each of ``findings``, merged into existing ones."""
     _, logical_lines = _tokenized(script)
@@ -79,16 +66,12 @@ def add_noqa_comments(script: SourceScript, findings: Iterable[Finding]) -> str:
         # At the end of a statement, a comment cannot end up before a backslash or inside a string.
         wanted.setdefault(logical_lines.get(line, (line, line))[1], set()).add(finding.rule.code)
     lines = list(script.lines)
-    for line, codes in wanted.items():
-        lines[line - 1] = _with_codes(lines[line - 1], sorted(codes))
+    for number, codes in wanted.items():
+        text, added = lines[number - 1], ", ".join(sorted(codes))
+        present = [match.end() for match in re.finditer(ON_LINE, text) if match["codes"]]
+        end = present[-1] if present else len(text)
+        lines[number - 1] = f"{text[:end]}, {added}{text[end:]}" if present else f"{text.rstrip()}  # noqa: {added}"
     return "\n".join(lines)
-
-
-def _with_codes(line: str, codes: Sequence[str]) -> str:
-    present = next((match for match in reversed(list(re.finditer(ON_LINE, line))) if match["codes"]), None)
-    if present:
-        return f"{line[: present.end()]}, {', '.join(codes)}{line[present.end() :]}"
-    return f"{line.rstrip()}  # noqa: {', '.join(codes)}"
 
 
 def _codes(match: re.Match[str] | None) -> frozenset[str]:
@@ -114,15 +97,12 @@ def _tokenized(script: SourceScript) -> tuple[list[tuple[int, str]], dict[int, t
             if token.type == tokenize.COMMENT:
                 comments.append((token.start[0], token.string))
             elif token.type == tokenize.NEWLINE:
-                first, start = None, first or token.start[0]
-                logical_lines.update(_lines_of(start, token.start[0]))
+                last, start = token.start[0], first or token.start[0]
+                first = None
+                if last > start:
+                    logical_lines.update(dict.fromkeys(range(start, last + 1), (start, last)))
             elif first is None and token.type not in passive:
                 first = token.start[0]
     except (tokenize.TokenError, SyntaxError):  # ast could parse it, tokenize cannot: take every # for a comment
         comments = [(number, line[line.index("#") :]) for number, line in enumerate(script.lines, 1) if "#" in line]
     return comments, logical_lines
-
-
-def _lines_of(first: int, last: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    if last > first:
-        yield from ((line, (first, last)) for line in range(first, last + 1))

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
+from typing import Self, TextIO
 
 from ampwise.finding.terminal import redraw
-
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
-if TYPE_CHECKING:
-    from typing import TextIO
-
-__all__ = ["ProgressBar"]
 
 MANY_FILES = 200
 BETWEEN_S = 0.1
@@ -26,7 +20,7 @@ class ProgressBar:
         self._stream = stream if stream is not None and total > MANY_FILES and stream.isatty() else None
         self._drawn_at: float | None = None
 
-    def __enter__(self) -> ProgressBar:
+    def __enter__(self) -> Self:
         return self
 
     def advance(self, files: int = 1) -> None:
@@ -35,18 +29,13 @@ class ProgressBar:
         now = time.monotonic()
         if self._stream is not None and (self._drawn_at is None or now - self._drawn_at >= BETWEEN_S):
             self._drawn_at = now
-            redraw(self._bar(), self._stream)
+            import shutil
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+            counted = f" {self._done}/{self._total} files"
+            width = max(0, min(WIDEST, shutil.get_terminal_size().columns - len(counted) - 3))
+            filled = width * self._done // self._total
+            redraw(f"[{'#' * filled}{'-' * (width - filled)}]{counted}", self._stream)
+
+    def __exit__(self, *error: object) -> None:
         if self._stream is not None and self._drawn_at is not None:
             redraw("", self._stream)
-
-    def _bar(self) -> str:
-        import shutil
-
-        counted = f" {self._done}/{self._total} files"
-        width = max(0, min(WIDEST, shutil.get_terminal_size().columns - len(counted) - 3))
-        filled = width * self._done // self._total
-        return f"[{'#' * filled}{'-' * (width - filled)}]{counted}"

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source_rules import rules_package
 from ampwise.errors import BadInput, UnknownName
-from ampwise.finding.frozen import Frozen
-
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
-if TYPE_CHECKING:
-    from ampwise.finding import Rule
-
-__all__ = ["SelectorLayer", "check_selectors", "chosen_codes", "matching_codes"]
+from ampwise.finding import Rule, registry
 
 ALL = "ALL"
 LISTING = "A selector is a code, the start of a code, a rule's name, or ALL; `ampwise explain` lists the rules."
@@ -22,21 +16,14 @@ CODE = LazyPattern(r"[A-Z]{2,10}[0-9]{3}")
 MOST_SPECIFIC = 13
 
 
-class SelectorLayer(Frozen):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectorLayer:
     """Selectors from one source: a settings file or the command line. The later layer wins."""
 
-    __slots__ = ("select", "ignore", "extend_select", "where")  # noqa: RUF023 (the order they are shown in)
-
-    def __init__(
-        self,
-        *,
-        select: tuple[str, ...] | None = None,
-        ignore: tuple[str, ...] = (),
-        extend_select: tuple[str, ...] = (),
-        where: str = "",
-    ) -> None:
-        self.select, self.ignore, self.extend_select = select, ignore, extend_select
-        self.where = where  # for error messages: " in pyproject.toml"
+    select: tuple[str, ...] | None = None
+    ignore: tuple[str, ...] = ()
+    extend_select: tuple[str, ...] = ()
+    where: str = ""  # for error messages: " in pyproject.toml"
 
 
 def chosen_codes(rules: Sequence[Rule], layers: Iterable[SelectorLayer]) -> frozenset[str]:
@@ -48,7 +35,11 @@ def chosen_codes(rules: Sequence[Rule], layers: Iterable[SelectorLayer]) -> froz
     """
     chosen = {rule.code for rule in rules if rule.on_by_default}
     for layer in layers:
-        wanted = _decisions(rules, layer)
+        selectors = [(selector, True) for selector in (*(layer.select or ()), *layer.extend_select)]
+        selectors += [(selector, False) for selector in layer.ignore]
+        wanted: dict[str, bool] = {}
+        for selector, is_wanted in sorted(selectors, key=lambda entry: (_specificity(entry[0]), not entry[1])):
+            wanted.update(dict.fromkeys(matching_codes(selector, rules, layer.where), is_wanted))
         kept = set() if layer.select is not None else chosen
         chosen = {rule.code for rule in rules if wanted.get(rule.code, rule.code in kept)}
     return frozenset(chosen)
@@ -60,24 +51,21 @@ def matching_codes(selector: str, rules: Sequence[Rule], where: str = "") -> lis
     if name.upper() == ALL:
         return [rule.code for rule in rules]
     found = [rule.code for rule in rules if _matches(name, rule)]
-    if not found:
-        _refuse(name, rules, where)
-    return found
+    if found:
+        return found
+    if any(_matches(name, rule) for rule in registry.all_rules()):
+        raise BadInput(
+            f"{name}{where}: `ampwise check` cannot look for this, it is not visible in source code; "
+            f"`ampwise explain {name}` says what it is."
+        )
+    known = [key for rule in rules for key in (rule.code, rule.name)]
+    raise UnknownName(f"rule selector{where}", name, known, listing=LISTING)
 
 
 def check_selectors(selectors: Iterable[str], rules: Sequence[Rule], where: str = "") -> None:
     """Raise for the first selector that matches no rule."""
     for selector in selectors:
         matching_codes(selector, rules, where)
-
-
-def _decisions(rules: Sequence[Rule], layer: SelectorLayer) -> dict[str, bool]:
-    selectors = [(selector, True) for selector in (*(layer.select or ()), *layer.extend_select)]
-    selectors += [(selector, False) for selector in layer.ignore]
-    decisions: dict[str, bool] = {}
-    for selector, wanted in sorted(selectors, key=lambda entry: (_specificity(entry[0]), not entry[1])):
-        decisions.update(dict.fromkeys(matching_codes(selector, rules, layer.where), wanted))
-    return decisions
 
 
 def _specificity(selector: str) -> int:
@@ -92,14 +80,3 @@ def _specificity(selector: str) -> int:
 def _matches(name: str, rule: Rule) -> bool:
     is_code_like = PREFIX.fullmatch(name.upper()) is not None
     return rule.name == name.lower() or (is_code_like and rule.code.startswith(name.upper()))
-
-
-def _refuse(name: str, rules: Sequence[Rule], where: str) -> None:
-    others: list[Rule] = rules_package().all_rules()
-    if any(_matches(name, rule) for rule in others):
-        raise BadInput(
-            f"{name}{where}: `ampwise check` cannot look for this, it is not visible in source code; "
-            f"`ampwise explain {name}` says what it is."
-        )
-    known = [key for rule in rules for key in (rule.code, rule.name)]
-    raise UnknownName(f"rule selector{where}", name, known, listing=LISTING)

@@ -6,17 +6,15 @@ pass leaves fewer findings, and the loop ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import ModuleType
 
 from ampwise.check import linter
 from ampwise.check.apply_edits import FixedScript, apply_fixes
-from ampwise.check.source.project import Project, SourceFile
+from ampwise.check.source.project import Project
 from ampwise.check.source.script import SourceScript, UnreadableFile, read_script, script_from_text
-from ampwise.check.source_rules import source_rules
-from ampwise.finding import Finding
-
-__all__ = ["FileFix", "FileFixes", "fix_findings"]
+from ampwise.finding import Finding, registry
 
 
 @dataclass(slots=True)
@@ -49,28 +47,34 @@ def fix_findings(findings: Iterable[Finding], task: linter.CheckTask, *, unsafe:
     """Fix ``findings``, and others that block their fixes, in the files of ``task``."""
     repairs = FileFixes()
     texts = dict(task.texts)
+    project = Project(task.project_paths, texts)
     while True:
-        changed: dict[str, str] = {}
-        for path, found in _by_file(findings, unsafe).items():
-            text = _repaired(path, found, task.but(texts=texts | changed), repairs)
+        by_file: dict[str, list[Finding]] = {}
+        for finding in findings:
+            if finding.edits and (finding.safe or unsafe) and finding.place.file is not None:
+                by_file.setdefault(finding.place.file, []).append(finding)
+        changed = []
+        for path, found in by_file.items():
+            text = _repaired(path, found, project, repairs)
             if text is not None:
-                changed[path] = text
+                texts[path] = text
+                project = project.with_text(path, text)
+                changed.append(path)
         if not changed:
             return repairs
-        texts |= changed
         # A file with findings from the check of another file may have no codes.
         codes = {path: task.codes.get(path, frozenset()) for path in changed}
-        findings = linter.check_texts(task.but(codes=codes, texts=texts)).findings
+        findings = linter.check_texts(replace(task, codes=codes, texts=texts)).findings
 
 
-def _repaired(path: str, findings: list[Finding], task: linter.CheckTask, repairs: FileFixes) -> str | None:
+def _repaired(path: str, findings: list[Finding], project: Project, repairs: FileFixes) -> str | None:
     """Return the whole text of a file with the fixes of ``findings`` that are accepted; None if there are none."""
     try:
-        script = script_from_text(task.texts[path], path) if path in task.texts else read_script(path)
+        script = script_from_text(project.texts[path], path) if path in project.texts else read_script(path)
     except UnreadableFile as error:  # removed since it was checked
         repairs.refused[path] = [f"{path}: not fixed: {error.reason}"]
         return None
-    trial = _Trial(script, task)
+    trial = _Trial(script, project)
     fresh = [finding for finding in findings if finding in trial.before]
     stale = [f"{path}: not fixed: it has changed since it was checked"] if len(fresh) < len(findings) else []
     outcome, refused = trial.accepted(fresh)
@@ -81,6 +85,10 @@ def _repaired(path: str, findings: list[Finding], task: linter.CheckTask, repair
     change.text = outcome.result.text
     change.fixed += [finding for finding in fresh if finding in outcome.gone]
     return _whole(script, outcome.result.text)
+
+
+def _whole(script: SourceScript, text: str) -> str:
+    return ("\ufeff" if script.bom else "") + script.file_text(text)
 
 
 @dataclass(slots=True)
@@ -95,20 +103,18 @@ class _Outcome:
 class _Trial:
     """Trial of fixes: compares the findings in a script, and in the files that import it, before and after fixes."""
 
-    def __init__(self, script: SourceScript, task: linter.CheckTask) -> None:
-        self._script, self._task = script, task
-        self._texts = {**task.texts, script.path: _whole(script, script.text)}
-        project = Project(task.project_paths, self._texts)
-        self._paths = [script.path, *project.importers(script.path)]
+    def __init__(self, script: SourceScript, project: Project) -> None:
+        self._script, self._project = script, project.with_text(script.path, _whole(script, script.text))
+        self._paths = [script.path, *self._project.importers(script.path)]
         # All rules, ignoring suppressions: a new finding counts even if a comment hides it.
-        self._checks: list[Callable[[SourceFile], Iterable[Finding]]] = []
+        self._rules: list[ModuleType] = []
         self.before: list[Finding] = []
-        for rule in source_rules():
+        for rule in registry.source_rules():
             try:
-                self.before += self._found(project, rule.check_source)
+                self.before += self._found(self._project, rule)
             except Exception:  # reported when the file was checked
                 continue
-            self._checks.append(rule.check_source)
+            self._rules.append(rule)
 
     def accepted(self, findings: Sequence[Finding]) -> tuple[_Outcome, list[str]]:
         """Return the fixes that work together, and a message for each that does not."""
@@ -126,34 +132,43 @@ class _Trial:
                 refused.append(f"{finding.place}: {finding.rule.code} not fixed: {tried.problem}")
         return taken, refused
 
-    def _outcome(self, result: FixedScript) -> _Outcome:
-        if not result.fixed:
-            return _Outcome(result, problem=result.refused)
-        project = Project(
-            self._task.project_paths, {**self._texts, self._script.path: _whole(self._script, result.text)}
-        )
-        try:
-            after = [finding for check in self._checks for finding in self._found(project, check)]
-        except Exception as error:  # a rule that fails proves nothing
-            return _Outcome(result, problem=f"the fixed text could not be checked ({type(error).__name__})")
-        ranges = [(old, self._range_after(old, result)) for old in self.before]
-        new = [(finding, _offset_of(result.script, finding)) for finding in after]
-        gone = [old for old, where in ranges if not any(_is_at(finding, at, old, where) for finding, at in new)]
-        if any(finding not in gone for finding in result.fixed):
-            return _Outcome(result, gone, "the fix would not remove the finding")
-        for finding, at in new:
-            if not any(_is_at(finding, at, old, where) for old, where in ranges):
-                added = f"the fix would cause {finding.rule.code} ({finding.rule.name}): {finding.message}"
-                return _Outcome(result, gone, added)
-        return _Outcome(result, gone)
-
-    def _found(self, project: Project, check: Callable[[SourceFile], Iterable[Finding]]) -> Iterator[Finding]:
+    def _found(self, project: Project, rule: ModuleType) -> Iterator[Finding]:
         for path in self._paths:
             try:
                 code = project.code(path)
             except UnreadableFile:
                 continue
-            yield from check(code)
+            yield from rule.check_source(code)
+
+    def _outcome(self, result: FixedScript) -> _Outcome:
+        if not result.fixed:
+            return _Outcome(result, problem=result.refused)
+        project = self._project.with_text(self._script.path, _whole(self._script, result.text))
+        try:
+            after = [finding for rule in self._rules for finding in self._found(project, rule)]
+        except Exception as error:  # a rule that fails proves nothing
+            return _Outcome(result, problem=f"the fixed text could not be checked ({type(error).__name__})")
+        offsets = [_offset_of(result.script, finding) for finding in after]
+        gone, known = [], set()
+        for old in self.before:
+            first, last = self._range_after(old, result)
+            same = [
+                index
+                for index, new in enumerate(after)
+                if new.rule.code == old.rule.code
+                and new.place.file == old.place.file
+                and first <= offsets[index] <= last
+            ]
+            known.update(same)
+            if not same:
+                gone.append(old)
+        if any(finding not in gone for finding in result.fixed):
+            return _Outcome(result, gone, "the fix would not remove the finding")
+        for index, new in enumerate(after):
+            if index not in known:
+                added = f"the fix would cause {new.rule.code} ({new.rule.name}): {new.message}"
+                return _Outcome(result, gone, added)
+        return _Outcome(result, gone)
 
     def _range_after(self, finding: Finding, result: FixedScript) -> tuple[int, int]:
         """Return the first and last offset at which a finding may begin after the edits."""
@@ -177,20 +192,3 @@ def _offset_of(script: SourceScript, finding: Finding) -> int:
     if place.file != script.path:
         return (place.line or 1) * 10_000 + (place.column or 1)
     return script.offset(place.line or 1, place.column or 1, place.cell)
-
-
-def _is_at(new: Finding, at: int, old: Finding, where: tuple[int, int]) -> bool:
-    is_same = new.rule.code == old.rule.code and new.place.file == old.place.file
-    return is_same and where[0] <= at <= where[1]
-
-
-def _whole(script: SourceScript, text: str) -> str:
-    return ("\ufeff" if script.bom else "") + script.file_text(text)
-
-
-def _by_file(findings: Iterable[Finding], unsafe: bool) -> dict[str, list[Finding]]:
-    grouped: dict[str, list[Finding]] = {}
-    for finding in findings:
-        if finding.edits and (finding.safe or unsafe) and finding.place.file is not None:
-            grouped.setdefault(finding.place.file, []).append(finding)
-    return grouped

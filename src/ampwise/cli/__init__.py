@@ -2,7 +2,8 @@
 
 A command is a module of this package with a docstring (its help), ``add_arguments(parser)`` and ``run(args)``,
 which returns the exit code: 0 clean, 1 findings, 2 error. The modules in this folder are the list of commands.
-Commands import what they need inside ``run``, so that ``ampwise explain`` never pays for torch.
+Commands import what they need inside ``run``, so that ``ampwise explain`` never pays for torch; one that cannot do
+without it sets ``NEEDS_TORCH``.
 """
 
 from __future__ import annotations
@@ -16,17 +17,16 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from ampwise.errors import AmpwiseError, UnknownName, nearest
+from ampwise.errors import AmpwiseError, MissingDependency, UnknownName, nearest
 from ampwise.finding.package_modules import module_names
 from ampwise.finding.terminal import OutputError, console, flush, output_errors, say, write
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
-    from types import ModuleType
-    from typing import Any, NoReturn
+    from typing import NoReturn
 
-__all__ = ["build_parser", "commands", "main", "say_which_gpu", "script", "summaries"]
+__all__ = ["build_parser", "commands", "main", "print_json", "say_which_gpu", "script", "summaries"]
 
 DESCRIPTION = "Mixed-precision training for PyTorch: checked, measured, explained."
 EPILOG = "`ampwise COMMAND --help` explains a command, with examples."
@@ -58,16 +58,15 @@ def script() -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; an AmpwiseError becomes one line and exit code 2, other exceptions stay tracebacks."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    _open_streams()
+    for name in ("stdout", "stderr"):  # Python sets streams that the shell closed (`>&-`) to None
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115 (it lives as long as Python)
     try:
-        return _run(words)
-    except AmpwiseError as error:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except (AmpwiseError, OutputError) as error:
         say("ampwise: error: {}", error)
-        return 2
-    except OutputError as error:
-        say("ampwise: error: {}", error)
-        _drop_stdout()
+        if isinstance(error, OutputError):
+            _drop_stdout()
         return 2
     except BrokenPipeError:  # `ampwise explain | head`: the reader has gone
         _drop_stdout()
@@ -84,8 +83,8 @@ def commands() -> list[str]:
 
 def summaries() -> dict[str, str]:
     """The first line of each command's help, by name."""
-    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in commands()}
-    return {name: str(module.__doc__).strip().partition("\n")[0].rstrip(".") for name, module in modules.items()}
+    docs = {name: importlib.import_module(f"{__name__}.{name}").__doc__ or "" for name in commands()}
+    return {name: doc.strip().partition("\n")[0].rstrip(".") for name, doc in docs.items()}
 
 
 def build_parser(words: Sequence[str] = ()) -> _Parser:
@@ -101,7 +100,12 @@ def build_parser(words: Sequence[str] = ()) -> _Parser:
         raise UnknownName("command", named, known, listing="`ampwise --help` lists the commands.")
     subparsers = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=_Parser)
     for name in known if named is None else [named]:
-        _add_command(subparsers, importlib.import_module(f"{__name__}.{name}"))
+        command = importlib.import_module(f"{__name__}.{name}")
+        text = (command.__doc__ or "").strip()
+        summary = text.partition("\n")[0].rstrip(".").replace("%", "%%")  # argparse reads % as a format
+        subparser = subparsers.add_parser(name, help=summary, description=text)
+        command.add_arguments(subparser)
+        subparser.set_defaults(command=command, parser=subparser)
     return parser
 
 
@@ -112,13 +116,18 @@ def _run(words: list[str]) -> int:
         args, unknown = parser.parse_known_args(words)
         if unknown:
             getattr(args, "parser", parser).refuse_unknown(unknown)
-        if not hasattr(args, "run"):
+        if not hasattr(args, "command"):
             parser.print_help()
             return 0
-        flushes = not args.script_owns_streams
+        flushes = not getattr(args.command, "SCRIPT_OWNS_STREAMS", False)
         if getattr(args, "gpu", None):
             say_which_gpu(args.gpu)
-        return int(args.run(args))
+        try:
+            return int(args.command.run(args))
+        except ImportError as error:
+            if getattr(args.command, "NEEDS_TORCH", False) and sys.modules.get("torch") is None:
+                raise MissingDependency(f"{args.parser.prog} needs torch: pip install 'ampwise[torch]'") from error
+            raise
     finally:
         if flushes:  # not at exit, where a closed pipe would print a traceback
             flush(sys.stdout)
@@ -139,27 +148,16 @@ def say_which_gpu(name: str) -> None:
         say("{}: taken as {}; others: {}", name, gpu_named(name).name, ", ".join(others))
 
 
-def _open_streams() -> None:
-    """Replace streams that the shell closed (`>&-`), which Python sets to None, by the null device."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115 (it lives as long as Python)
+def print_json(value: Any) -> None:
+    """Print strict JSON on stdout."""
+    from ampwise.finding.strict_json import dumps
+
+    write(dumps(value), sys.stdout)
 
 
 def _drop_stdout() -> None:
     """Send unwritten output to the null device, or Python reports the error again when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _add_command(subparsers: argparse._SubParsersAction[_Parser], command: ModuleType) -> None:
-    text = (command.__doc__ or "").strip()
-    name = command.__name__.rpartition(".")[2]
-    # argparse reads % in a help line as a format.
-    summary = text.partition("\n")[0].rstrip(".").replace("%", "%%")
-    parser = subparsers.add_parser(name, help=summary, description=text)
-    command.add_arguments(parser)
-    script_owns_streams = getattr(command, "SCRIPT_OWNS_STREAMS", False)
-    parser.set_defaults(run=command.run, parser=parser, script_owns_streams=script_owns_streams)
 
 
 class _Parser(argparse.ArgumentParser):

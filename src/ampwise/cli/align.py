@@ -33,11 +33,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from typing import TYPE_CHECKING
 
+from ampwise.cli import print_json
 from ampwise.finding import terminal
-from ampwise.finding.terminal import printable
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -45,35 +45,23 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+NEEDS_TORCH = True
 WRAPPED = 2  # the column with the misaligned sizes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("make", metavar="MAKE", help="module:function or file.py:function, such as train:make")
-    parser.add_argument("--precision", metavar="NAME", default="bf16", help="fp32, tf32, fp16, bf16 (default) or fp8")
-    parser.add_argument(
-        "--gpu", metavar="NAME", help="the GPU to judge for, from `ampwise gpu --list` (default: this one)"
-    )
-    parser.add_argument("--device", metavar="NAME", help="where to run the step: cuda or cpu (default: cuda if there)")
-    parser.add_argument("--batch", metavar="N", type=int, help="rows of the batch (default: as the function makes it)")
-    parser.add_argument("--to", metavar="N", type=int, help="sizes should be multiples of this, such as 64")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
-    parser.add_argument("--json", action="store_true", help="JSON, as described above")
+    add = parser.add_argument
+    add("make", metavar="MAKE", help="module:function or file.py:function, such as train:make")
+    add("--precision", metavar="NAME", default="bf16", help="fp32, tf32, fp16, bf16 (default) or fp8")
+    add("--gpu", metavar="NAME", help="the GPU to judge for, from `ampwise gpu --list` (default: this one)")
+    add("--device", metavar="NAME", help="where to run the step: cuda or cpu (default: cuda if there)")
+    add("--batch", metavar="N", type=int, help="rows of the batch (default: as the function makes it)")
+    add("--to", metavar="N", type=int, help="sizes should be multiples of this, such as 64")
+    add("-q", "--quiet", action="store_true", help="no progress on stderr")
+    add("--json", action="store_true", help="JSON, as described above")
 
 
 def run(args: argparse.Namespace) -> int:
-    found = _found(args)
-    if args.json:
-        from ampwise.finding.strict_json import dumps
-
-        terminal.write(dumps(found.as_dict()), sys.stdout)
-    else:
-        terminal.print_tables(lambda out: _show(out, found))
-    return 1 if found.findings else 0
-
-
-def _found(args: argparse.Namespace) -> Alignment:
-    _need_torch()
     from ampwise.tune.align.align import align
 
     def progress(text: str) -> None:
@@ -81,7 +69,7 @@ def _found(args: argparse.Namespace) -> Alignment:
             terminal.say("ampwise: {}", text)
 
     with contextlib.redirect_stdout(sys.stderr):  # keep what the user's code prints out of our output
-        return align(
+        found = align(
             args.make,
             precision=args.precision,
             gpu=args.gpu,
@@ -90,21 +78,20 @@ def _found(args: argparse.Namespace) -> Alignment:
             device=args.device,
             progress=progress,
         )
-
-
-def _need_torch() -> None:
-    from ampwise.errors import MissingDependency
-
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise MissingDependency("ampwise align needs torch: pip install 'ampwise[torch]'") from error
+    if args.json:
+        print_json(found.as_dict())
+    else:
+        terminal.print_tables(lambda out: _show(out, found))
+    return 1 if found.findings else 0
 
 
 def _show(out: Console, found: Alignment) -> None:
     from ampwise.tune.align.result import HEADINGS
 
-    _say(out, found.head_line)
+    def say(text: str) -> None:  # without wrapping it, so that it can be searched for
+        out.print(terminal.printable(text), markup=False, highlight=False, soft_wrap=True)
+
+    say(found.head_line)
     if found.off:
         table = terminal.table(*HEADINGS)
         table.columns[WRAPPED].no_wrap = False  # nothing is cut off on a narrow terminal
@@ -113,13 +100,5 @@ def _show(out: Console, found: Alignment) -> None:
         out.print()
         out.print(table)
         out.print()
-    for line in found.to_do():
-        _say(out, line)
-    for remark in found.remarks:
-        _say(out, f"remark: {remark}")
-    _say(out, found.verdict)
-
-
-def _say(out: Console, text: str) -> None:
-    """Print a line without wrapping it, so that it can be searched for."""
-    out.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+    for line in (*found.to_do(), *(f"remark: {remark}" for remark in found.remarks), found.verdict):
+        say(line)

@@ -50,17 +50,15 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from ampwise.errors import BadInput
 from ampwise.finding.terminal import flush, say, wants_colour, write, write_exact
 from ampwise.report.printers import VARIABLE, add_output_arguments, known_output_format, output_format, print_findings
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
-    from typing import TextIO
-
     from ampwise.check.config import CheckSettings
     from ampwise.check.linter import CheckReport, CheckTask, RuleSelection
-    from ampwise.check.verified_fixes import FileFixes
     from ampwise.finding import Finding
 
 __all__ = ["add_arguments", "run"]
@@ -70,23 +68,22 @@ FOR_PEOPLE = ("concise", "full")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", metavar="PATH", nargs="*", default=["."], help="files, folders or - (default: .)")
+    add = parser.add_argument
+    add("paths", metavar="PATH", nargs="*", default=["."], help="files, folders or - (default: .)")
     for option, what in (("select", "only these rules"), ("ignore", "not these"), ("extend-select", "these as well")):
-        parser.add_argument(
-            f"--{option}", metavar="RULES", action="append", help=f"{what}: comma-separated; may be repeated"
-        )
+        add(f"--{option}", metavar="RULES", action="append", help=f"{what}: comma-separated; may be repeated")
     switch = argparse.BooleanOptionalAction
-    parser.add_argument("--fix", action=switch, help="fix what can be fixed")
-    parser.add_argument("--unsafe-fixes", action=switch, help="include fixes that may change what the script does")
-    parser.add_argument("--diff", action="store_true", help="show what --fix would change, and write nothing")
-    parser.add_argument("--add-noqa", action="store_true", help="suppress each finding with a comment in the file")
-    parser.add_argument("--statistics", action="store_true", help="only show how often each rule was broken")
-    parser.add_argument("--exit-zero", action="store_true", help="exit with 0 even if there are findings")
-    parser.add_argument("--force-exclude", action="store_true", help="apply exclusions to PATHs given by name, too")
-    parser.add_argument("--stdin-filename", metavar="FILE", help="the name of stdin in findings and for settings")
-    parser.add_argument("--config", metavar="FILE", help="read settings from this file only")
-    parser.add_argument("--isolated", action="store_true", help="ignore all settings files")
-    parser.add_argument("--jobs", metavar="N", type=_positive, help="processes for many files (default: all cores)")
+    add("--fix", action=switch, help="fix what can be fixed")
+    add("--unsafe-fixes", action=switch, help="include fixes that may change what the script does")
+    add("--diff", action="store_true", help="show what --fix would change, and write nothing")
+    add("--add-noqa", action="store_true", help="suppress each finding with a comment in the file")
+    add("--statistics", action="store_true", help="only show how often each rule was broken")
+    add("--exit-zero", action="store_true", help="exit with 0 even if there are findings")
+    add("--force-exclude", action="store_true", help="apply exclusions to PATHs given by name, too")
+    add("--stdin-filename", metavar="FILE", help="the name of stdin in findings and for settings")
+    add("--config", metavar="FILE", help="read settings from this file only")
+    add("--isolated", action="store_true", help="ignore all settings files")
+    add("--jobs", metavar="N", type=_positive, help="processes for many files (default: all cores)")
     add_output_arguments(parser)
 
 
@@ -107,7 +104,14 @@ def _run(args: argparse.Namespace) -> int:
     from ampwise.check.linter import RuleSelection, check_paths
     from ampwise.check.selectors import SelectorLayer
 
-    _check_arguments(args)
+    if STDIN in args.paths and len(args.paths) > 1:
+        raise BadInput("check -: cannot combine stdin with other paths; run them separately")
+    if STDIN in args.paths and args.add_noqa:
+        raise BadInput("check --add-noqa -: --add-noqa writes files and cannot be used with stdin")
+    if args.select and not _listed(args.select):  # e.g. from an unset variable
+        raise BadInput("check --select: no rule was given. `ampwise explain` lists the rules.")
+    if args.add_noqa and (args.fix or args.diff):
+        raise BadInput("check --add-noqa: cannot be combined with --fix or --diff")
     configs = SettingsByFolder(args.config, isolated=args.isolated)
     command_line = SelectorLayer(
         select=_listed(args.select) if args.select else None,
@@ -135,20 +139,6 @@ def _run(args: argparse.Namespace) -> int:
     return _print_report(args, report, fixed)
 
 
-def _check_arguments(args: argparse.Namespace) -> None:
-    from ampwise.errors import BadInput
-
-    if STDIN in args.paths and len(args.paths) > 1:
-        raise BadInput("check -: cannot combine stdin with other paths; run them separately")
-    if STDIN in args.paths and args.add_noqa:
-        raise BadInput("check --add-noqa -: --add-noqa writes files and cannot be used with stdin")
-    if args.select and not _listed(args.select):  # e.g. from an unset variable
-        raise BadInput("check --select: no rule was given. `ampwise explain` lists the rules.")
-    modes = [flag for flag in ("fix", "diff", "add_noqa") if getattr(args, flag)]
-    if "add_noqa" in modes and len(modes) > 1:
-        raise BadInput("check --add-noqa: cannot be combined with --fix or --diff")
-
-
 def _set_output_format(args: argparse.Namespace, settings: CheckSettings) -> None:
     """Take the output format from the command line, the environment or the settings, in this order."""
     if not args.output_format and not os.environ.get(VARIABLE):
@@ -168,7 +158,7 @@ def _positive(text: str) -> int:
     return number
 
 
-# Output.
+# Output
 
 
 def _print_report(
@@ -179,36 +169,26 @@ def _print_report(
     stream = sys.stderr if texts is not None and args.fix else sys.stdout
     _warn(report)
     for_people = args.output_format in FOR_PEOPLE or (args.statistics and args.output_format == "github")
-    missed = _missed(report)
+    missed, left = _missed(report), len(report.findings)
     has_all_passed = report.files_checked and not fixed and not missed
-    if report.findings or has_all_passed or not for_people:
-        _print(args, report, stream, texts)
+    if left or has_all_passed or not for_people:
+        if args.statistics:
+            from ampwise.report.printers.summary import render_statistics
+
+            write(render_statistics(report.findings, args.output_format, wants_colour(stream)), stream)
+        else:
+            print_findings(report.findings, args.output_format, stream, texts=texts, notes=report.notes)
     if for_people:
-        write(_last_lines(report, fixed, missed), stream)
-    return _exit_code(args, report, bool(report.findings))
-
-
-def _print(args: argparse.Namespace, report: CheckReport, stream: TextIO, texts: dict[str, str] | None) -> None:
-    if args.statistics:
-        from ampwise.report.printers.statistics import render_statistics
-
-        write(render_statistics(report.findings, args.output_format, wants_colour(stream)), stream)
-    else:
-        print_findings(report.findings, args.output_format, stream, texts=texts, notes=report.notes)
-
-
-def _last_lines(report: CheckReport, fixed: int, missed: str) -> str:
-    """Return the closing lines: how many findings were fixed, and how many files were not checked."""
-    left = len(report.findings)
-    lines = []
-    if fixed and left:
-        was, remain = "were" if fixed > 1 else "was", "remain" if left > 1 else "remains"
-        lines.append(f"Of {fixed + left} findings, {fixed} {was} fixed and {left} {remain}.\n")
-    elif fixed:
-        lines.append(f"Found {fixed} finding{'s' if fixed > 1 else ''} ({fixed} fixed, 0 remaining).\n")
-    if missed and report.files_checked:
-        lines.append(f"{missed}.\n" if left or fixed else f"No findings, but {missed}.\n")
-    return "".join(lines)
+        lines = ""
+        if fixed and left:
+            was, remain = "were" if fixed > 1 else "was", "remain" if left > 1 else "remains"
+            lines = f"Of {fixed + left} findings, {fixed} {was} fixed and {left} {remain}.\n"
+        elif fixed:
+            lines = f"Found {fixed} finding{'s' if fixed > 1 else ''} ({fixed} fixed, 0 remaining).\n"
+        if missed and report.files_checked:
+            lines += f"{missed}.\n" if left or fixed else f"No findings, but {missed}.\n"
+        write(lines, stream)
+    return _exit_code(args, report, bool(left))
 
 
 def _missed(report: CheckReport) -> str:
@@ -234,7 +214,7 @@ def _warn(report: CheckReport) -> None:
         say("ampwise: {}", note)
 
 
-# Writing files.
+# Changes to files
 
 
 def _fix_files(args: argparse.Namespace, report: CheckReport, task: CheckTask) -> tuple[int, list[str]]:
@@ -256,30 +236,23 @@ def _fix_files(args: argparse.Namespace, report: CheckReport, task: CheckTask) -
 
 
 def _show_diff(args: argparse.Namespace, report: CheckReport, task: CheckTask) -> int:
+    from ampwise.check.apply_edits import unified_diff
     from ampwise.check.verified_fixes import fix_findings
 
     repairs = fix_findings(report.findings, task, unsafe=args.unsafe_fixes)
     report.notes += repairs.notes
-    changes = _write_diffs(repairs)
+    changes = False
+    for change in repairs.files.values():  # each in the encoding of its file, as `patch` needs it
+        encoding = change.before.encoding
+        data = unified_diff(change.before, change.text).encode(encoding, "backslashreplace")
+        write_exact(data, sys.stdout, encoding)
+        changes = changes or bool(data)
     _warn(report)
     if report.files_checked:
         result = f"would fix {repairs.count} finding{'s' if repairs.count != 1 else ''}"
         missed = _missed(report)
         say("ampwise: {}{}", result if changes else "nothing to fix", f", but {missed}" if missed else "")
     return _exit_code(args, report, changes)
-
-
-def _write_diffs(repairs: FileFixes) -> bool:
-    """Write each diff in the encoding of its file, as ``patch`` needs it; return whether there was any."""
-    from ampwise.check.apply_edits import unified_diff
-
-    changes = False
-    for change in repairs.files.values():
-        encoding = change.before.encoding
-        data = unified_diff(change.before, change.text).encode(encoding, "backslashreplace")
-        write_exact(data, sys.stdout, encoding)
-        changes = changes or bool(data)
-    return changes
 
 
 def _add_noqa(args: argparse.Namespace, report: CheckReport) -> int:
@@ -305,43 +278,35 @@ def _add_noqa(args: argparse.Namespace, report: CheckReport) -> int:
 
 
 def _run_stdin(args: argparse.Namespace, choice: RuleSelection) -> int:
+    """Check stdin; with --fix, write the fixed text to stdout."""
     from ampwise.check.files import is_excluded
     from ampwise.check.linter import CheckReport, check_text
     from ampwise.check.source.script import UnreadableFile, decode_source
+    from ampwise.check.verified_fixes import fix_findings
 
     data = sys.stdin.buffer.read()
-    path = args.stdin_filename or STDIN
+    path, fixes = args.stdin_filename or STDIN, args.fix and not args.diff
     if args.force_exclude and args.stdin_filename and is_excluded(path, choice.configs):
-        if args.fix and not args.diff:
+        if fixes:
             write_exact(data, sys.stdout)
         return 0
     try:
         text = decode_source(data, path)
     except UnreadableFile as error:
-        if args.fix and not args.diff:
+        if fixes:
             write_exact(data, sys.stdout)
         return _print_report(args, CheckReport(unreadable=[error]), texts={})
     report, task = check_text(text, path, choice)
     if args.diff:
         return _show_diff(args, report, task)
-    if not args.fix:
-        return _print_report(args, report, texts={path: text})
-    return _fix_stdin(args, choice, report, task, data)
-
-
-def _fix_stdin(
-    args: argparse.Namespace, choice: RuleSelection, report: CheckReport, task: CheckTask, data: bytes
-) -> int:
-    from ampwise.check.linter import check_text
-    from ampwise.check.verified_fixes import fix_findings
-
-    repairs = fix_findings(report.findings, task, unsafe=args.unsafe_fixes)
-    path, text = next(iter(task.texts.items()))
-    change = repairs.files.get(path)
-    if change is not None:
-        text = change.before.file_text(change.text)
-        data = change.before.file_bytes(text)
-        report, _ = check_text(text, path, choice)
-    report.notes += repairs.notes
-    write_exact(data, sys.stdout)
-    return _print_report(args, report, repairs.count, texts={path: text})
+    fixed = 0
+    if fixes:
+        repairs = fix_findings(report.findings, task, unsafe=args.unsafe_fixes)
+        change, fixed = repairs.files.get(path), repairs.count
+        if change is not None:
+            text = change.before.file_text(change.text)
+            data = change.before.file_bytes(text)
+            report, _ = check_text(text, path, choice)
+        report.notes += repairs.notes
+        write_exact(data, sys.stdout)
+    return _print_report(args, report, fixed, texts={path: text})

@@ -43,133 +43,84 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from pathlib import Path
 
+from ampwise.cli import print_json
+from ampwise.errors import BadInput
 from ampwise.finding import terminal
-
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ampwise.tune.compare.result import PrecisionComparison
 
 __all__ = ["add_arguments", "run"]
 
+NEEDS_TORCH = True
 NO_CLIP = "none"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("maker", metavar="MAKER", help="module:function or file.py:function, such as train:make")
-    parser.add_argument(
+    add = parser.add_argument
+    add("maker", metavar="MAKER", help="module:function or file.py:function, such as train:make")
+    add(
         "--precisions",
         metavar="LIST",
         help="comma-separated: fp32, tf32, fp16, bf16, fp8 (default: those that the device runs)",
     )
-    parser.add_argument("--compile", action="store_true", help="also measure each with torch.compile")
-    parser.add_argument("--batch", metavar="ROWS", type=int, help="rows in the batch")
-    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:1 (default: cuda if there is one)")
-    parser.add_argument(
-        "--optimizer", metavar="NAME", default="adamw", help="used if MAKER returns none (default: adamw)"
-    )
-    parser.add_argument(
-        "--clip", metavar="NORM", default="1.0", help=f"clip gradients to this norm, or {NO_CLIP} (default: 1.0)"
-    )
-    parser.add_argument(
+    add("--compile", action="store_true", help="also measure each with torch.compile")
+    add("--batch", metavar="ROWS", type=int, help="rows in the batch")
+    add("--device", metavar="NAME", help="such as cpu or cuda:1 (default: cuda if there is one)")
+    add("--optimizer", metavar="NAME", default="adamw", help="used if MAKER returns none (default: adamw)")
+    add("--clip", metavar="NORM", default="1.0", help=f"clip gradients to this norm, or {NO_CLIP} (default: 1.0)")
+    add(
         "--keep",
         metavar="fp32=PATTERN",
         action="append",
         default=[],
         help="keep modules whose names match in FP32; may be repeated",
     )
-    parser.add_argument("--rounds", metavar="N", type=int, help="turns of each precision (default: as time allows)")
-    parser.add_argument("--steps", metavar="N", type=int, help="timed steps in a turn (default: as many as take 0.1 s)")
-    parser.add_argument("--html", metavar="FILE", help="also write the result as a self-contained HTML page")
-    parser.add_argument("-f", "--force", action="store_true", help="overwrite a file that is not an earlier page")
-    parser.add_argument("--json", action="store_true", help="JSON, as described above")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    add("--rounds", metavar="N", type=int, help="turns of each precision (default: as time allows)")
+    add("--steps", metavar="N", type=int, help="timed steps in a turn (default: as many as take 0.1 s)")
+    add("--html", metavar="FILE", help="also write the result as a self-contained HTML page")
+    add("-f", "--force", action="store_true", help="overwrite a file that is not an earlier page")
+    add("--json", action="store_true", help="JSON, as described above")
+    add("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
-    from pathlib import Path
+    from ampwise.report.page.page_file import check_page_path, write_page
 
     page_path = None if args.html is None else Path(args.html)
+    try:
+        clip_norm = None if args.clip == NO_CLIP else float(args.clip)
+    except ValueError:
+        clip_norm = -1.0
+    if clip_norm is not None and not 0 < clip_norm < float("inf"):
+        raise BadInput(f"--clip {args.clip}: expected a norm above zero, or {NO_CLIP}.")
     if page_path is not None:
-        _check_page_path(page_path, args.force)  # before minutes are spent
-    result = _compared(args)
-    if page_path is not None:
-        _write_page(result, page_path, args.force)
-    _print(result, as_json=args.json)
-    if page_path is not None and not args.json:
-        terminal.say("\nWrote {}", page_path, stream=sys.stdout)
-    return 1 if any(row.differs for row in result.rows) else 0
+        check_page_path(page_path, "--html", force=args.force)  # before minutes are spent
+    from ampwise.tune.compare.compare import compare, progress_on
+    from ampwise.tune.compare.lineup import parse_keep
+    from ampwise.tune.compare.page import precisions_page
+    from ampwise.tune.compare.result import show
 
-
-def _compared(args: argparse.Namespace) -> PrecisionComparison:
-    _need_torch()
-    from ampwise.tune.compare.compare import compare
-    from ampwise.tune.compare.contender import parse_keep
-    from ampwise.tune.compare.progress import progress_on
-
-    clip_norm, kept = _clip_norm(args.clip), parse_keep(args.keep)
-    precisions = None if args.precisions is None else [name.strip() for name in args.precisions.split(",")]
     # Keep what the user's code prints out of our output.
     with contextlib.redirect_stdout(sys.stderr), progress_on(sys.stderr, quiet=args.quiet) as progress:
-        return compare(
+        result = compare(
             args.maker,
-            precisions,
+            None if args.precisions is None else [name.strip() for name in args.precisions.split(",")],
             compiled=args.compile,
             batch=args.batch,
             device=args.device,
             optimizer=args.optimizer,
             clip_norm=clip_norm,
-            keep_fp32=kept,
+            keep_fp32=parse_keep(args.keep),
             rounds=args.rounds,
             steps=args.steps,
             progress=progress,
         )
-
-
-def _need_torch() -> None:
-    from ampwise.errors import MissingDependency
-
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise MissingDependency("ampwise compare needs torch: pip install 'ampwise[torch]'") from error
-
-
-def _clip_norm(text: str) -> float | None:
-    from ampwise.errors import BadInput
-
-    if text == NO_CLIP:
-        return None
-    try:
-        norm = float(text)
-    except ValueError:
-        norm = -1.0
-    if not 0 < norm < float("inf"):
-        raise BadInput(f"--clip {text}: expected a norm above zero, or {NO_CLIP}.")
-    return norm
-
-
-def _print(result: PrecisionComparison, *, as_json: bool) -> None:
-    if as_json:
-        from ampwise.finding.strict_json import dumps
-
-        terminal.write(dumps(result.as_dict()), sys.stdout)
-        return
-    from ampwise.tune.compare.text import show
-
-    terminal.print_tables(lambda out: show(out, result))
-
-
-def _check_page_path(page_path: Path, force: bool) -> None:
-    from ampwise.report.page.page_file import check_page_path
-
-    check_page_path(page_path, "--html", force=force)
-
-
-def _write_page(result: PrecisionComparison, page_path: Path, force: bool) -> None:
-    from ampwise.report.page.page_file import write_page
-    from ampwise.tune.compare.page import precisions_page
-
-    write_page(lambda: precisions_page(result.speeds, result.findings), page_path, "--html", force=force)
+    if page_path is not None:
+        write_page(lambda: precisions_page(result.speeds, result.findings), page_path, "--html", force=args.force)
+    if args.json:
+        print_json(result.as_dict())
+    else:
+        terminal.print_tables(lambda out: show(out, result))
+        if page_path is not None:
+            terminal.say("\nWrote {}", page_path, stream=sys.stdout)
+    return 1 if any(row.differs for row in result.rows) else 0

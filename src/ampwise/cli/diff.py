@@ -53,128 +53,74 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from pathlib import Path
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    import torch
-
-    from ampwise.tune.diff.result import Difference
+from ampwise.cli import print_json
+from ampwise.finding.terminal import console, progress_line, say, wants_colour, write
 
 __all__ = ["add_arguments", "run"]
 
+NEEDS_TORCH = True
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("function", metavar="FUNCTION", help="makes model, batch and loss: module:function")
-    parser.add_argument("--a", metavar="SIDE", default="fp32", help="the reference (default: fp32)")
-    parser.add_argument("--b", metavar="SIDE", default="bf16", help="the side to compare with it (default: bf16)")
-    parser.add_argument("--device", metavar="NAME", help="where the model is made (default: cuda if there is one)")
-    parser.add_argument("--batch", metavar="ROWS", type=int, help="rows in the batch (default: the function's own)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("function", metavar="FUNCTION", help="makes model, batch and loss: module:function")
+    add("--a", metavar="SIDE", default="fp32", help="the reference (default: fp32)")
+    add("--b", metavar="SIDE", default="bf16", help="the side to compare with it (default: bf16)")
+    add("--device", metavar="NAME", help="where the model is made (default: cuda if there is one)")
+    add("--batch", metavar="ROWS", type=int, help="rows in the batch (default: the function's own)")
+    add(
         "--modules",
         metavar="PATTERN",
         action="append",
         default=[],
         help="only modules whose names match, such as 'blocks.3.*'; may be repeated",
     )
-    parser.add_argument("--ops", action="store_true", help="also compare each operation, with its source line")
-    parser.add_argument("--all", action="store_true", help="show every row, not only the worst")
-    parser.add_argument("--no-floor", action="store_true", help="do not measure the difference between two runs of a")
-    parser.add_argument("--json", action="store_true", help="JSON, as described above")
-    parser.add_argument("--html", metavar="FILE", help="also write an HTML page with plots")
-    parser.add_argument("-f", "--force", action="store_true", help="overwrite a file that is not an earlier page")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    add("--ops", action="store_true", help="also compare each operation, with its source line")
+    add("--all", action="store_true", help="show every row, not only the worst")
+    add("--no-floor", action="store_true", help="do not measure the difference between two runs of a")
+    add("--json", action="store_true", help="JSON, as described above")
+    add("--html", metavar="FILE", help="also write an HTML page with plots")
+    add("-f", "--force", action="store_true", help="overwrite a file that is not an earlier page")
+    add("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from ampwise.report.page.page_file import check_page_path, write_page
 
     page_path = None if args.html is None else Path(args.html)
     if page_path is not None:
         check_page_path(page_path, "--html", force=args.force)  # before anything is run
-    result = _difference(args)
-    if page_path is not None:
-        write_page(result.page, page_path, "--html", force=args.force)
-    _print(result, page_path, args)
-    return 0 if result.explained else 1
-
-
-def _difference(args: argparse.Namespace) -> Difference:
-    _need_torch()
     import torch
 
+    from ampwise.trace.capsule.capsule_replay import device_named
     from ampwise.tune.diff.diff import DiffOptions, compare_sides
     from ampwise.tune.diff.names import find_models
     from ampwise.tune.diff.side import parse_side
+    from ampwise.tune.diff.text import difference_text
     from ampwise.tune.train_case import load_factory
 
-    a, b = parse_side(args.a), parse_side(args.b)
-    device = _device(args.device)
+    a, b, device = parse_side(args.a), parse_side(args.b), device_named(args.device, "cuda")
     # Keep what the user's code prints out of our output.
-    with contextlib.redirect_stdout(sys.stderr), _progress(args.quiet) as progress:
+    with contextlib.redirect_stdout(sys.stderr), progress_line("diff", "diff: {}", quiet=args.quiet) as progress:
         maker = load_factory(args.function)
         progress("making the model")
         torch.manual_seed(0)
-        subject = maker.make(device, args.batch)
-        models = {"": subject.model, **_others(find_models(subject.loss_fn, (), {}), subject.model)}
+        case = maker.make(device, args.batch)
+        # What else the loss function uses, which is no part of the model that was returned.
+        used, inside = find_models(case.loss_fn, (), {}), set(case.model.modules())
+        others = {name: each for name, each in used.items() if each not in inside and case.model not in each.modules()}
+        models = {"": case.model, **others}
         options = DiffOptions(ops=args.ops, modules=tuple(args.modules), floor=not args.no_floor, progress=progress)
-        return compare_sides(
-            subject.loss_fn, subject.args, subject.kwargs, models, a, b, options, subject=args.function
-        )
-
-
-def _others(models: dict[str, torch.nn.Module], main: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the models used by the loss function that are not part of the model that was returned."""
-    inside = set(main.modules())
-    return {name: model for name, model in models.items() if model not in inside and main not in set(model.modules())}
-
-
-def _device(name: str | None) -> torch.device:
-    from ampwise.trace.capsule.capsule_replay import device_named
-
-    return device_named(name, "cuda")
-
-
-def _need_torch() -> None:
-    from ampwise.errors import MissingDependency
-
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise MissingDependency("ampwise diff needs torch: pip install 'ampwise[torch]'") from error
-
-
-@contextlib.contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show the current phase on stderr: in place on a terminal, else one line per phase."""
-    from ampwise.finding.terminal import console, printable, say
-
-    if quiet:
-        yield lambda text: None
-    elif not sys.stderr.isatty():
-        yield lambda text: say("diff: {}", text)
-    else:
-        from rich.text import Text
-
-        with console(sys.stderr).status("diff") as status:
-            yield lambda text: status.update(Text(printable(f"diff: {text}")))  # Text: a name is not markup
-
-
-def _print(result: Difference, page_path: Path | None, args: argparse.Namespace) -> None:
-    from ampwise.finding.terminal import console, say, wants_colour, write
-
-    if args.json:
-        from ampwise.finding.strict_json import dumps
-
-        write(dumps(result.as_dict()), sys.stdout)
-        return
-    from ampwise.tune.diff.text import difference_text
-
-    text = difference_text(result, colour=wants_colour(sys.stdout), width=console().width, everything=args.all)
-    write(text, sys.stdout)
+        result = compare_sides(case.loss_fn, case.args, case.kwargs, models, a, b, options, subject=args.function)
     if page_path is not None:
-        say("Wrote {}", page_path, stream=sys.stdout)
+        write_page(result.page, page_path, "--html", force=args.force)
+    if args.json:
+        print_json(result.as_dict())
+    else:
+        colour, width = wants_colour(sys.stdout), console().width
+        write(difference_text(result, colour=colour, width=width, everything=args.all), sys.stdout)
+        if page_path is not None:
+            say("Wrote {}", page_path, stream=sys.stdout)
+    return 0 if result.explained else 1

@@ -8,7 +8,9 @@ Examples:
   ampwise explain clip-scaled-grads
   ampwise explain clip
   ampwise explain
-  ampwise explain AMP101 --json | jq -r .fix
+  ampwise explain AMP101 --json | jq -r '.[0].fix'
+
+With --json, an array of {code, name, severity, summary, why, fix, bad, good, on_by_default, url, fixable, found_by}.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from ampwise.cli import print_json
 from ampwise.errors import UnknownName
-from ampwise.finding import Rule
+from ampwise.finding import Rule, terminal
+from ampwise.finding.terminal import paint, wants_colour, write
 
 __all__ = ["add_arguments", "run"]
 
@@ -37,13 +41,11 @@ FIXED_BY = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rule", metavar="RULE", nargs="*", help="the code or the name of a rule, or words to search")
-    parser.add_argument("--json", action="store_true", help="one rule as a JSON object, several as an array")
+    parser.add_argument("--json", action="store_true", help="JSON, as described above")
 
 
 def run(args: argparse.Namespace) -> int:
-    from ampwise.finding.strict_json import dumps
-    from ampwise.finding.terminal import wants_colour, write
-    from ampwise.rules import all_rules, find_rule, found_by
+    from ampwise.finding.registry import all_rules, find_rule, found_by
 
     names = [name for word in args.rule for name in word.replace(",", " ").split()]
     try:
@@ -52,12 +54,10 @@ def run(args: argparse.Namespace) -> int:
         found = search(" ".join(names), all_rules())
         if not found:
             raise
-    if len(found) == 1:
-        (rule,) = found
-        data = {**rule.as_dict(), "found_by": found_by(rule)}
-        write(dumps(data) if args.json else page(rule, wants_colour(sys.stdout)), sys.stdout)
-    elif args.json:
-        write(dumps([rule.as_dict() for rule in found]), sys.stdout)
+    if args.json:
+        print_json([{**rule.as_dict(), "found_by": found_by(rule)} for rule in found])
+    elif len(found) == 1:
+        write(page(found[0], wants_colour(sys.stdout)), sys.stdout)
     else:
         # In a pipe each rule is one line, for grep.
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -77,45 +77,40 @@ def search(words: str, rules: Sequence[Rule]) -> list[Rule]:
 
 def table(rules: Sequence[Rule], colour: bool = False, width: int | None = None) -> str:
     """Return the rules in columns under the titles of their groups: a line each, or two if one would not fit."""
-    from ampwise.finding import terminal
-    from ampwise.rules import rule_groups
+    from ampwise.finding.registry import rule_groups
 
     def line(rule: Rule, colour: bool) -> tuple[str, str]:
-        severity = terminal.paint(f"{rule.severity:7}", rule.severity, colour)
+        severity = paint(f"{rule.severity:7}", rule.severity, colour)
         off = "" if rule.on_by_default else " (off by default)"
         head = f"  {rule.code:6}  {rule.name:{name_width}}  {severity}  {MARKS[rule.fixable]}"
         return head, f"{terminal.printable(rule.summary)}{off}"
 
     name_width = max(len(rule.name) for rule in rules)
     fits = width is None or max(len("  ".join(line(rule, False))) for rule in rules) <= width
+    below = textwrap.TextWrapper(
+        max(width or 0, terminal.NARROWEST), initial_indent=" " * 10, subsequent_indent=" " * 10
+    )
     lines: list[str] = []
     for title, group in rule_groups(rules).items():
-        lines.append(terminal.paint(title, "bold", colour))
+        lines.append(paint(title, "bold", colour))
         for head, summary in (line(rule, colour) for rule in group):
-            if fits or width is None:
-                lines.append(f"{head}  {summary}")
-            else:
-                below = textwrap.fill(
-                    summary, max(width, terminal.NARROWEST), initial_indent=" " * 10, subsequent_indent=" " * 10
-                )
-                lines += [head.rstrip(), below]
+            lines += [f"{head}  {summary}"] if fits else [head.rstrip(), below.fill(summary)]
         lines.append("")
     hints = [f"{len(rules)} rule{'s' if len(rules) > 1 else ''}; `ampwise explain CODE` explains one."]
     if any(rule.fixable for rule in rules):
         hints.append("[*] is fixed by `ampwise check --fix`, [-] sometimes.")
-    return "\n".join([*lines, *(terminal.paint(hint, "dim", colour) for hint in hints)]) + "\n"
+    return "\n".join([*lines, *(paint(hint, "dim", colour) for hint in hints)]) + "\n"
 
 
 def page(rule: Rule, colour: bool = False) -> str:
     """Return the explanation of a rule as text."""
-    from ampwise.finding.terminal import paint
-    from ampwise.rules import found_by
+    from ampwise.finding.registry import found_by
 
     off = "" if rule.on_by_default else ", off by default"
     title = f"{paint(rule.code, rule.severity, colour)} {paint(rule.name, 'bold', colour)} ({rule.severity}{off})"
     sections = {
         "Why": _prose(rule.why),
-        "Fix": "\n".join(filter(None, [_prose(rule.fix), _prose(FIXED_BY[rule.fixable])])),
+        "Fix": "\n".join(filter(None, [_prose(rule.fix), FIXED_BY[rule.fixable]])),
         "Bad": _code(rule.bad, colour),
         "Good": _code(rule.good, colour),
         "Found by": ", ".join(found_by(rule)),
@@ -137,20 +132,18 @@ def _prose(text: str) -> str:
 
 
 def _code(text: str, colour: bool) -> str:
+    """Return code, coloured by rich, which is slow to import, only for colour output."""
     code = textwrap.dedent(text).strip("\n")
-    return _highlighted(code) if colour else code
-
-
-def _highlighted(code: str) -> str:
-    """Return code coloured by rich, which is slow to import and loaded only for colour output."""
+    if not colour:
+        return code
     import io
 
     from rich.console import Console
     from rich.syntax import Syntax
 
     language = "console" if code.startswith("$ ") else "python"
-    text = Syntax(code, language, theme="ansi_dark", background_color="default").highlight(code)
-    text.rstrip()
+    highlighted = Syntax(code, language, theme="ansi_dark", background_color="default").highlight(code)
+    highlighted.rstrip()
     buffer = io.StringIO()
-    Console(file=buffer, force_terminal=True, color_system="standard", width=1000).print(text, end="")
+    Console(file=buffer, force_terminal=True, color_system="standard", width=1000).print(highlighted, end="")
     return buffer.getvalue()

@@ -28,16 +28,15 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ampwise.cli import print_json
 from ampwise.finding import terminal
 from ampwise.numbers.formats.format import short_number
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from ampwise.numbers.formats import BlockFormat, Format
@@ -68,9 +67,7 @@ def run(args: argparse.Namespace) -> int:
     named = [find_format(name) for name in args.names] or [*FORMATS.values(), *BLOCK_FORMATS.values()]
     chosen = list({fmt.name: fmt for fmt in named}.values())  # "half" and "fp16" are one
     if args.json:
-        from ampwise.finding.strict_json import dumps
-
-        terminal.write(dumps([fmt.as_dict() for fmt in chosen]), sys.stdout)
+        print_json([fmt.as_dict() for fmt in chosen])
         return 0
     scalars = [fmt for fmt in chosen if not isinstance(fmt, BlockFormat)]
     blocks = [fmt for fmt in chosen if isinstance(fmt, BlockFormat)]
@@ -79,14 +76,30 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# All formats: a drawing, a table of numbers, a table of block formats.
-
-
 def _show_overview(out: Console, scalars: Sequence[Format], blocks: Sequence[BlockFormat]) -> None:
-    out.print(_drawing(scalars, _in_colour(out)))
+    """Print all formats: a drawing, a table of numbers, a table of block formats."""
+    _draw(out, scalars)
+    numbers = terminal.table("format")
+    for heading in ("largest", "smallest\nnormal", "smallest\nsubnormal", "epsilon", "decimal\ndigits"):
+        numbers.add_column(heading, justify="right", no_wrap=True)
+    numbers.add_column("needs\nscaling", no_wrap=True)
+    hardware = terminal.table("format", "tensor cores since")
     wide = out.width >= WIDTH_FOR_HARDWARE
-    numbers = [_numbers(scalars, with_hardware=True)] if wide else [_numbers(scalars), _hardware(scalars)]
-    for table in (*numbers, _blocks(blocks)):
+    if wide:
+        numbers.add_column("tensor cores since", no_wrap=True)
+    for fmt in scalars:
+        figures = map(short_number, (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.epsilon))
+        since = [fmt.since] if wide else []
+        numbers.add_row(fmt.name, *figures, f"{fmt.decimal_digits:.1f}", _scaling(fmt), *since)
+        hardware.add_row(fmt.name, fmt.since)
+    of_blocks = terminal.table("block format", "element", "scale")
+    of_blocks.add_column("block\nsize", justify="right", no_wrap=True)
+    of_blocks.add_column("bits per\nvalue", justify="right", no_wrap=True)
+    of_blocks.add_column("tensor cores since")
+    for block in blocks:
+        bits = f"{block.bits_per_value:g}"
+        of_blocks.add_row(block.name, block.element.name, _scale(block), str(block.block_size), bits, block.since)
+    for table in (numbers, of_blocks) if wide else (numbers, hardware, of_blocks):
         out.print()
         out.print(table)
     out.print()
@@ -94,74 +107,62 @@ def _show_overview(out: Console, scalars: Sequence[Format], blocks: Sequence[Blo
         out.print(line, style="dim")
 
 
-def _numbers(formats: Sequence[Format], *, with_hardware: bool = False) -> Table:
-    table = terminal.table("format")
-    for heading in ("largest", "smallest\nnormal", "smallest\nsubnormal", "epsilon", "decimal\ndigits"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("needs\nscaling", no_wrap=True)
-    if with_hardware:
-        table.add_column("tensor cores since", no_wrap=True)
-    for fmt in formats:
-        figures = (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.epsilon)
-        cells = [fmt.name, *map(short_number, figures), f"{fmt.decimal_digits:.1f}", _scaling(fmt)]
-        table.add_row(*cells, *([fmt.since] if with_hardware else []))
-    return table
-
-
-def _hardware(formats: Sequence[Format]) -> Table:
-    table = terminal.table("format", "tensor cores since")
-    for fmt in formats:
-        table.add_row(fmt.name, fmt.since)
-    return table
-
-
-def _blocks(formats: Sequence[BlockFormat]) -> Table:
-    table = terminal.table("block format", "element", "scale")
-    table.add_column("block\nsize", justify="right", no_wrap=True)
-    table.add_column("bits per\nvalue", justify="right", no_wrap=True)
-    table.add_column("tensor cores since")
-    for fmt in formats:
-        bits = f"{fmt.bits_per_value:g}"
-        table.add_row(fmt.name, fmt.element.name, _scale(fmt), str(fmt.block_size), bits, fmt.since)
-    return table
-
-
-def _scale(fmt: BlockFormat) -> str:
-    return f"{fmt.scale.name}{', fp32 per tensor' if fmt.tensor_scale else ''}"
-
-
-# Named formats: a drawing, then one column per format, as many side by side as fit the terminal.
-
-
 def _show_details(out: Console, scalars: Sequence[Format], blocks: Sequence[BlockFormat]) -> None:
+    """Print named formats: a drawing, then one column per format, as many side by side as fit the terminal."""
     from rich.text import Text
 
-    drawn = dict.fromkeys([*scalars, *(part for fmt in blocks for part in (fmt.element, fmt.scale))])
-    out.print(_drawing(list(drawn), _in_colour(out)))
-    details = [_scalar_details(fmt) for fmt in scalars], [_block_details(fmt) for fmt in blocks]
-    for columns in details:
-        for group in _column_groups(columns, out.width):
+    _draw(out, list(dict.fromkeys([*scalars, *(part for fmt in blocks for part in (fmt.element, fmt.scale))])))
+    for columns in ([_scalar_details(fmt) for fmt in scalars], [_block_details(fmt) for fmt in blocks]):
+        while columns:
+            count, width = 1, _width(columns[0])
+            labels = max(map(len, columns[0]))
+            while count < len(columns) and labels + width + _width(columns[count]) <= out.width:
+                width += _width(columns[count])
+                count += 1
+            table = terminal.table("")
+            table.show_header = False
+            table.columns[0].style = "dim"
+            for _ in range(count):
+                table.add_column(max_width=WIDEST_COLUMN)
+            for label in columns[0]:
+                table.add_row(label, *(facts[label] for facts in columns[:count]), style="" if label else "bold")
             out.print()
-            out.print(_side_by_side(group))
+            out.print(table)
+            columns = columns[count:]
     out.print()
-    meanings = [(fmt.title, fmt.training) for fmt in scalars] + [(fmt.title, fmt.training) for fmt in blocks]
-    for title, training in meanings:
+    for title, training in [(fmt.title, fmt.training) for fmt in scalars] + [(b.title, b.training) for b in blocks]:
         out.print(Text.assemble((f"{title}: ", "bold"), training))
 
 
+def _width(column: dict[str, str]) -> int:
+    return GAP + min(WIDEST_COLUMN, max(map(len, column.values())))
+
+
 def _scalar_details(fmt: Format) -> dict[str, str]:
-    subnormal = fmt.smallest_subnormal
+    subnormal, largest = fmt.smallest_subnormal, short_number(fmt.max)
+    if fmt.flush_exponent is None:
+        flushes = "never: it has no zero"
+    else:
+        threshold = math.ldexp(1.0, fmt.flush_exponent)  # FP64's is too small for a float
+        flushes = with_power(threshold) if threshold else f"2^{fmt.flush_exponent}"
+    becomes, beyond = "infinity" if fmt.infinities else "NaN", short_number(fmt.overflow_threshold)
+    if not (fmt.infinities or fmt.nans):
+        overflows = f"never: stays at {largest}"
+    elif math.isinf(fmt.overflow_threshold) or beyond == largest:
+        overflows = f"past the largest: {becomes}"
+    else:
+        overflows = f"{'from' if fmt.overflow_at_threshold else 'above'} {beyond}: {becomes}"
     return {
         "": fmt.title,
         "name": fmt.name,
         "bits": f"{fmt.bits}{f', stored in {fmt.storage_bits}' if fmt.storage_bits else ''}",
         "codes": f"{fmt.codes:,}" if fmt.bits <= 32 else f"2^{fmt.bits}",
         "bias": str(fmt.bias),
-        "largest": short_number(fmt.max),
+        "largest": largest,
         "smallest normal": with_power(fmt.smallest_normal),
         "smallest subnormal": "none" if subnormal is None else with_power(subnormal),
-        "zero at or below": _flushes(fmt),
-        "overflows": _overflows(fmt),
+        "zero at or below": flushes,
+        "overflows": overflows,
         "epsilon": with_power(fmt.epsilon),
         "decimal digits": f"{fmt.decimal_digits:.1f}",
         "infinities": "yes" if fmt.infinities else "no",
@@ -171,30 +172,6 @@ def _scalar_details(fmt: Format) -> dict[str, str]:
         "torch dtype": f"torch.{fmt.torch_dtype}" if fmt.torch_dtype else "none",
         "aliases": ", ".join(fmt.aliases),
     }
-
-
-def _flushes(fmt: Format) -> str:
-    if fmt.flush_exponent is None:
-        return "never: it has no zero"
-    threshold = math.ldexp(1.0, fmt.flush_exponent)
-    return with_power(threshold) if threshold else f"2^{fmt.flush_exponent}"  # FP64's is too small for a float
-
-
-def _overflows(fmt: Format) -> str:
-    if not (fmt.infinities or fmt.nans):
-        return f"never: stays at {short_number(fmt.max)}"
-    becomes = "infinity" if fmt.infinities else "NaN"
-    threshold = short_number(fmt.overflow_threshold)
-    if math.isinf(fmt.overflow_threshold) or threshold == short_number(fmt.max):
-        return f"past the largest: {becomes}"
-    return f"{'from' if fmt.overflow_at_threshold else 'above'} {threshold}: {becomes}"
-
-
-def _scaling(fmt: Format) -> str:
-    """Return what must be scaled so that gradients do not underflow: narrower formats need finer scales."""
-    if not fmt.needs_loss_scale:
-        return "no"
-    return "loss" if fmt.bits >= 16 else "tensor" if fmt.bits >= 8 else "block"
 
 
 def _block_details(fmt: BlockFormat) -> dict[str, str]:
@@ -215,45 +192,27 @@ def _block_details(fmt: BlockFormat) -> dict[str, str]:
     }
 
 
-def _column_groups(columns: Sequence[dict[str, str]], width: int) -> Iterator[Sequence[dict[str, str]]]:
-    """Yield groups of columns that fit ``width`` together; a single column may be wider."""
-    start = 0
-    while start < len(columns):
-        end = start + 1
-        while end < len(columns) and _width(columns[start : end + 1]) <= width:
-            end += 1
-        yield columns[start:end]
-        start = end
+def _scaling(fmt: Format) -> str:
+    """Return what must be scaled so that gradients do not underflow: narrower formats need finer scales."""
+    if not fmt.needs_loss_scale:
+        return "no"
+    return "loss" if fmt.bits >= 16 else "tensor" if fmt.bits >= 8 else "block"
 
 
-def _width(columns: Sequence[dict[str, str]]) -> int:
-    labels = max(map(len, columns[0]))
-    return labels + sum(GAP + min(WIDEST_COLUMN, max(map(len, facts.values()))) for facts in columns)
+def _scale(fmt: BlockFormat) -> str:
+    return f"{fmt.scale.name}{', fp32 per tensor' if fmt.tensor_scale else ''}"
 
 
-def _side_by_side(columns: Sequence[dict[str, str]]) -> Table:
-    table = terminal.table("")
-    table.show_header = False
-    table.columns[0].style = "dim"
-    for _ in columns:
-        table.add_column(max_width=WIDEST_COLUMN)
-    for label in columns[0]:
-        table.add_row(label, *(facts[label] for facts in columns), style="" if label else "bold")
-    return table
-
-
-# Bits, drawn.
-
-
-def _drawing(formats: Sequence[Format], colour: bool) -> Table:
+def _draw(out: Console, formats: Sequence[Format]) -> None:
     from rich.text import Text
 
     table = terminal.table("format")
     legend = Text("  ").join(Text.assemble((letter, style), f" {part}") for letter, part, style in PARTS)
     table.add_column(Text.assemble(legend, "  bits"), no_wrap=True)
     for fmt in formats:
-        table.add_row(fmt.name, Text.assemble(layout(fmt, colour), f"  {fmt.bits}"))
-    return table
+        drawn = layout(fmt, colour=out.color_system is not None)
+        table.add_row(fmt.name, Text.assemble(drawn, f"  {fmt.bits}"))
+    out.print(table)
 
 
 def layout(fmt: Format, colour: bool) -> Text:
@@ -268,13 +227,6 @@ def layout(fmt: Format, colour: bool) -> Text:
     counts = (int(fmt.signed), fmt.exponent_bits, fmt.mantissa_bits)
     drawn = [Text(letter * count, style) for (letter, _, style), count in zip(PARTS, counts, strict=True) if count]
     return Text("" if colour else " ").join(drawn)
-
-
-def _in_colour(out: Console) -> bool:
-    return out.color_system is not None
-
-
-# Numbers as text.
 
 
 def with_power(value: float) -> str:

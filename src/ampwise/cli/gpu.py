@@ -31,20 +31,20 @@ the same without emulation.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ampwise.cli import print_json, say_which_gpu
+from ampwise.errors import BadInput, UnknownName
 from ampwise.finding import terminal
 from ampwise.hardware.catalog import COMMON_FORMATS
 from ampwise.report.printers import output_formats, print_findings
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from ampwise.finding import Finding
-    from ampwise.hardware import Cpu, DeviceKind, Gpu, Machine, MachineRequirements, TorchInfo
+    from ampwise.hardware import Gpu, Machine
 
 __all__ = ["add_arguments", "run"]
 
@@ -54,9 +54,10 @@ TFLOPS, GIB, GB = 1e12, 2**30, 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", nargs="?", help="a device of the catalog (default: this machine)")
-    parser.add_argument("--list", action="store_true", help="list the devices of the catalog")
-    parser.add_argument(
+    add = parser.add_argument
+    add("name", metavar="NAME", nargs="?", help="a device of the catalog (default: this machine)")
+    add("--list", action="store_true", help="list the devices of the catalog")
+    add(
         "--want",
         metavar="FORMAT",
         action="append",
@@ -75,98 +76,78 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    wanted = _wanted(args)
-    if args.list:
-        return _run_list(args.json)
-    if args.name is not None:
-        return _run_device(args.name, args.json)
-    return _run_machine(wanted, args.output_format, args.json)
-
-
-def _wanted(args: argparse.Namespace) -> tuple[str, ...]:
-    from ampwise.errors import BadInput, UnknownName
+    from ampwise.finding.registry import run_checks
+    from ampwise.hardware import MachineRequirements, describe_machine, gpu_named, gpus
 
     if args.list and args.name is not None:
         raise BadInput(f"gpu {args.name} --list: give a NAME or --list, not both")
-    about_a_device = args.list or args.name is not None
     for option in ("want", "output_format"):
-        if getattr(args, option) and about_a_device:
+        if getattr(args, option) and (args.list or args.name is not None):
             flag = "--" + option.replace("_", "-")
             raise BadInput(f"gpu {flag}: it is about this machine and cannot be combined with a NAME or --list")
     for fmt in args.want:
         if fmt.lower() not in TO_WANT:
-            listing = f"--want takes {', '.join(TO_WANT)}."
-            raise UnknownName("format", fmt, TO_WANT, listing=listing)
-    return tuple(dict.fromkeys(fmt.lower() for fmt in args.want))
-
-
-def _run_list(as_json: bool) -> int:
-    from ampwise.hardware import gpus
-
-    if as_json:
-        _write_json([gpu.as_dict() for gpu in gpus()])
-    else:
-        terminal.print_tables(lambda out: _show_list(out, gpus()))
-    return 0
-
-
-def _run_device(name: str, as_json: bool) -> int:
-    from ampwise.cli import say_which_gpu
-    from ampwise.hardware import gpu_named
-
-    gpu = gpu_named(name)
-    say_which_gpu(name)
-    if as_json:
-        _write_json(gpu.as_dict())
-    else:
-        terminal.print_tables(lambda out: _show_device(out, gpu))
-    return 0
-
-
-def _run_machine(wanted: tuple[str, ...], output_format: str | None, as_json: bool) -> int:
-    from ampwise.hardware import MachineRequirements, describe_machine
-
+            raise UnknownName("format", fmt, TO_WANT, listing=f"--want takes {', '.join(TO_WANT)}.")
+    if args.list:
+        if args.json:
+            print_json([gpu.as_dict() for gpu in gpus()])
+        else:
+            terminal.print_tables(lambda out: _show_list(out, gpus()))
+        return 0
+    if args.name is not None:
+        gpu = gpu_named(args.name)
+        say_which_gpu(args.name)
+        if args.json:
+            print_json(gpu.as_dict())
+        else:
+            terminal.print_tables(lambda out: _show_device(out, gpu))
+        return 0
+    wanted = tuple(dict.fromkeys(fmt.lower() for fmt in args.want))
     use = MachineRequirements(machine=describe_machine(), wanted=wanted)
-    findings = _check(use)
-    if output_format:
-        print_findings(findings, output_format)
-    elif as_json:
+    findings = sorted(run_checks(use), key=lambda finding: (finding.severity.rank, finding.rule.code))
+    if args.output_format:
+        print_findings(findings, args.output_format)
+    elif args.json:
         shown = [finding.as_dict() for finding in findings]
-        _write_json({"machine": use.machine.as_dict(), "findings": shown})
+        print_json({"machine": use.machine.as_dict(), "findings": shown})
     else:
         terminal.print_tables(lambda out: _show_machine(out, use.machine, findings))
-    return 1 if any(_fails_want(finding) for finding in findings) else 0
-
-
-def _check(use: MachineRequirements) -> list[Finding]:
-    from ampwise.rules import run_checks
-
-    return sorted(run_checks(use), key=lambda finding: (finding.severity.rank, finding.rule.code))
-
-
-def _fails_want(finding: Finding) -> bool:
-    """Whether a finding is about a format given with --want; others are advice and do not change the exit code."""
-    return finding.rule.name == "format-without-tensor-cores"
-
-
-def _write_json(value: object) -> None:
-    from ampwise.finding.strict_json import dumps
-
-    terminal.write(dumps(value), sys.stdout)
+    # This rule is about --want; the others are advice.
+    return 1 if any(finding.rule.name == "format-without-tensor-cores" for finding in findings) else 0
 
 
 def _show_machine(out: Console, machine: Machine, findings: Sequence[Finding]) -> None:
+    from ampwise.hardware.cpu import FEATURES
+
+    model, instructions = machine.cpu.model or "unknown model", "its BF16 and FP16 instructions are unknown"
+    if machine.cpu.features is not None:
+        instructions = ", ".join(f"{feature} ({FEATURES[feature]})" for feature in machine.cpu.features)
+        instructions = instructions or "no instructions for BF16 or FP16"
     facts = {
         "python": f"{machine.python} on {machine.platform}",
-        "CPU": _cpu(machine.cpu),
+        "CPU": f"{model}; {instructions}",
         "torch": _torch(machine),
     }
     if machine.torch is not None and machine.devices:
-        facts["FP32"] = _fp32(machine.torch)
-    out.print(_facts(facts))
+        uses, fp32 = {True: "TF32", False: "full FP32"}, machine.torch.fp32
+        facts["FP32"] = (
+            f"matmuls in {uses[fp32.matmul_tf32]}, convolutions in {uses[fp32.convolution_tf32]} (torch's defaults; a "
+            "script may change them)"
+        )
+    _show_facts(out, facts)
     for kind in machine.device_kinds:
+        device = kind.first
+        label = "compute capability " if device.compute_capability else ""
         out.print()
-        _show_kind(out, kind)
+        _say(out, f"{kind.torch_names}  {kind.title}", style="bold")
+        known = f"in the catalog as {device.gpu.id}" if device.gpu else "not in the catalog, so its peaks are unknown"
+        _say(out, f"{label}{device.capability}, {device.memory_bytes / GIB:.1f} GiB, {known}")
+        emulated = f"{device.bf16_claimed}, without emulation: {device.bf16_native}"
+        _say(out, f"torch.cuda.is_bf16_supported(): {emulated}")
+        answers = device.tensor_cores
+        if device.gpu is None:
+            answers.pop("fp32")  # the capability says nothing about it
+        _show_formats(out, answers, device.gpu)
     if findings:
         out.print()
     for finding in findings:
@@ -175,53 +156,16 @@ def _show_machine(out: Console, machine: Machine, findings: Sequence[Finding]) -
 
 
 def _torch(machine: Machine) -> str:
-    if machine.torch is None:
+    torch = machine.torch
+    if torch is None:
         why = f"does not load: {machine.torch_problem}" if machine.torch_problem else "not installed"
         return f"{why}, so GPUs of this machine are unknown"
-    torch = machine.torch
     built = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "no CUDA in this build"
     driver = f", NVIDIA driver {machine.driver}" if machine.driver else ""
-    return f"{torch.version} ({built}{driver}){_without_devices(torch)}"
-
-
-def _without_devices(torch: TorchInfo) -> str:
-    if torch.devices:
-        return ""
-    if torch.mps:
-        return "; Apple GPU through MPS, which does not report its model"
-    return "; torch finds no usable GPU and computes on the CPU"
-
-
-def _cpu(cpu: Cpu) -> str:
-    from ampwise.hardware.cpu import FEATURES
-
-    model = cpu.model or "unknown model"
-    if cpu.features is None:
-        return f"{model}; its BF16 and FP16 instructions are unknown"
-    shown = ", ".join(f"{feature} ({FEATURES[feature]})" for feature in cpu.features)
-    return f"{model}; {shown or 'no instructions for BF16 or FP16'}"
-
-
-def _fp32(torch: TorchInfo) -> str:
-    uses = {True: "TF32", False: "full FP32"}
-    return (
-        f"matmuls in {uses[torch.fp32.matmul_tf32]}, convolutions in "
-        f"{uses[torch.fp32.convolution_tf32]} (torch's defaults; a script may change them)"
-    )
-
-
-def _show_kind(out: Console, kind: DeviceKind) -> None:
-    device = kind.first
-    label = "compute capability " if device.compute_capability else ""
-    _say(out, f"{kind.torch_names}  {kind.title}", style="bold")
-    known = f"in the catalog as {device.gpu.id}" if device.gpu else "not in the catalog, so its peaks are unknown"
-    _say(out, f"{label}{device.capability}, {device.memory_bytes / GIB:.1f} GiB, {known}")
-    emulated = f"{device.bf16_claimed}, without emulation: {device.bf16_native}"
-    _say(out, f"torch.cuda.is_bf16_supported(): {emulated}")
-    answers = device.tensor_cores
-    if device.gpu is None:
-        answers.pop("fp32")  # the capability says nothing about it
-    out.print(_formats(answers, device.gpu))
+    devices = "" if torch.devices else "; torch finds no usable GPU and computes on the CPU"
+    if torch.mps and not torch.devices:
+        devices = "; Apple GPU through MPS, which does not report its model"
+    return f"{torch.version} ({built}{driver}){devices}"
 
 
 def _show_device(out: Console, gpu: Gpu) -> None:
@@ -235,21 +179,17 @@ def _show_device(out: Console, gpu: Gpu) -> None:
     }
     if gpu.note:
         facts["note"] = gpu.note
-    out.print(_facts(facts))
+    _show_facts(out, facts)
     out.print()
-    answers = {fmt: gpu.has_tensor_cores(fmt) for fmt in (*COMMON_FORMATS, *_uncommon(gpu))}
-    out.print(_formats(answers, gpu))
+    formats = dict.fromkeys((*COMMON_FORMATS, *(gpu.tensor_core_formats or ())))
+    _show_formats(out, {fmt: gpu.has_tensor_cores(fmt) for fmt in formats}, gpu)
     out.print()
     for url in gpu.sources:
         _say(out, f"source  {url}", style="dim")
 
 
-def _uncommon(gpu: Gpu) -> list[str]:
-    return [fmt for fmt in gpu.tensor_core_formats or () if fmt not in COMMON_FORMATS]
-
-
-def _formats(answers: dict[str, bool | None], gpu: Gpu | None) -> Table:
-    """Return a table with a row per format: whether tensor cores take it and, for a catalog device, how fast."""
+def _show_formats(out: Console, answers: dict[str, bool | None], gpu: Gpu | None) -> None:
+    """Print a row per format: whether tensor cores take it and, for a catalog device, how fast."""
     table = terminal.table("format", "tensor cores")
     for heading in ("dense peak, TFLOP/s", "ridge, FLOP/byte") if gpu else ():
         table.add_column(heading, justify="right")
@@ -259,7 +199,7 @@ def _formats(answers: dict[str, bool | None], gpu: Gpu | None) -> Table:
             peak, ridge = gpu.figure(fmt), gpu.ridge_figure(fmt)
             cells += [peak.show(TFLOPS) if peak else "-", ridge.show(digits=0) if ridge else "-"]
         table.add_row(*cells, style="dim" if answer is False else "")
-    return table
+    out.print(table)
 
 
 def _show_list(out: Console, gpus: Iterable[Gpu]) -> None:
@@ -278,7 +218,7 @@ def _say(out: Console, text: str, style: str = "") -> None:
     out.print(terminal.printable(text), style=style, markup=False, soft_wrap=True)
 
 
-def _facts(facts: dict[str, str]) -> Table:
+def _show_facts(out: Console, facts: dict[str, str]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -286,4 +226,4 @@ def _facts(facts: dict[str, str]) -> Table:
     grid.add_column(style="dim", no_wrap=True)
     for label, fact in facts.items():
         grid.add_row(label, Text(terminal.printable(fact)))  # Text: a driver's output is not markup
-    return grid
+    out.print(grid)

@@ -31,22 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    _remove_from_path(args.root)
+    # Files of the folder must not be imported, and PYTHONPATH may have put it on sys.path. This comes before any other
+    # import, since the folder may have a json.py.
+    roots = (os.path.realpath("."), os.path.realpath(args.root))
+    sys.path[:] = [each for each in sys.path if os.path.realpath(each or ".") not in roots]
+    from ampwise.finding.terminal import say
     from ampwise.integrations.mcp_server import serve
 
     if sys.stdin is not None and sys.stdin.isatty():
-        from ampwise.finding.terminal import say
-
         say("ampwise: waiting for an agent on stdin; agents start this command themselves. Ctrl-D ends it")
     serve(args.root, allow_run=args.allow_run)
     return 0
-
-
-def _remove_from_path(root: str) -> None:
-    """Remove the folder from sys.path, where PYTHONPATH may have put it: its files must not be imported.
-
-    This comes before any other import, since a json.py in the folder could be imported; it uses only os, which is
-    already loaded.
-    """
-    real = os.path.realpath
-    sys.path[:] = [each for each in sys.path if real(each or ".") not in (real("."), real(root))]

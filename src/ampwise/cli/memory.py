@@ -43,19 +43,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from typing import TYPE_CHECKING
 
+from ampwise.cli import print_json
+from ampwise.errors import BadInput
 from ampwise.finding import terminal
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from rich.console import Console
 
     from ampwise.tune.memory.result import MemoryEstimate
 
 __all__ = ["add_arguments", "run"]
 
+NEEDS_TORCH = True
 SIZES = {
     "layers": "number of layers",
     "hidden": "width of a layer",
@@ -68,59 +69,43 @@ SIZES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "maker", metavar="MAKER", nargs="?", help="module:function or file.py:function, such as train:make"
-    )
-    parser.add_argument("--params", metavar="N", help="parameters of a decoder transformer, such as 124M or 7B")
+    add = parser.add_argument
+    add("maker", metavar="MAKER", nargs="?", help="module:function or file.py:function, such as train:make")
+    add("--params", metavar="N", help="parameters of a decoder transformer, such as 124M or 7B")
     for name, help_text in SIZES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=int, help=help_text)
-    parser.add_argument(
-        "--batch", metavar="ROWS", help="batch sizes, comma-separated (default: the batch that MAKER makes, or 1)"
-    )
-    parser.add_argument(
+        add(f"--{name.replace('_', '-')}", metavar="N", type=int, help=help_text)
+    add("--batch", metavar="ROWS", help="batch sizes, comma-separated (default: the batch that MAKER makes, or 1)")
+    add(
         "--precision",
         metavar="LIST",
         help="comma-separated: fp32, tf32, fp16, bf16, bf16-pure (default: the first four)",
     )
-    parser.add_argument(
-        "--optimizer", metavar="NAME", help="such as adamw, sgd or adamw8bit (default: MAKER's, or adamw)"
-    )
-    parser.add_argument("--checkpointing", action="store_true", help="with activation checkpointing of repeated blocks")
-    parser.add_argument("--fsdp", metavar="RANKS", type=int, help="memory of one rank with FSDP over this many ranks")
-    parser.add_argument("--ddp", action="store_true", help="include DDP's gradient buckets")
-    parser.add_argument(
-        "--gpu", metavar="NAME", help="a device of the catalog (default: this machine's, if it has one)"
-    )
-    parser.add_argument("--no-largest", action="store_true", help="do not look for the largest batch")
-    parser.add_argument("--json", action="store_true", help="JSON, as described above")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    add("--optimizer", metavar="NAME", help="such as adamw, sgd or adamw8bit (default: MAKER's, or adamw)")
+    add("--checkpointing", action="store_true", help="with activation checkpointing of repeated blocks")
+    add("--fsdp", metavar="RANKS", type=int, help="memory of one rank with FSDP over this many ranks")
+    add("--ddp", action="store_true", help="include DDP's gradient buckets")
+    add("--gpu", metavar="NAME", help="a device of the catalog (default: this machine's, if it has one)")
+    add("--no-largest", action="store_true", help="do not look for the largest batch")
+    add("--json", action="store_true", help="JSON, as described above")
+    add("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
-    result = _estimated(args)
-    if args.json:
-        from ampwise.finding.strict_json import dumps
-
-        terminal.write(dumps(result.as_dict()), sys.stdout)
-    else:
-        terminal.print_tables(lambda out: _show(out, result))
-    fits_nowhere = all(str(each.fits) == "no" for each in result.estimates)
-    return 1 if args.gpu is not None and fits_nowhere else 0
-
-
-def _estimated(args: argparse.Namespace) -> MemoryEstimate:
-    _need_torch()
+    try:
+        batches = None if args.batch is None else [int(size) for size in args.batch.split(",")]
+    except ValueError:
+        raise BadInput(f"--batch {args.batch}: expected whole numbers of rows, such as 8 or 8,16,32.") from None
     from ampwise.train.low_bit.pure_bf16 import split_precisions
     from ampwise.tune.memory.estimate import memory
 
-    sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
     # Keep what the user's code prints out of our output.
-    with _progress(args.quiet) as progress, contextlib.redirect_stdout(sys.stderr):
-        return memory(
+    showing = terminal.progress_line("making the model", "counting {}", prefix="ampwise: ", quiet=args.quiet)
+    with showing as progress, contextlib.redirect_stdout(sys.stderr):
+        result = memory(
             args.maker,
             params=args.params,
             precisions=None if args.precision is None else split_precisions(args.precision),
-            batch=_batches(args.batch),
+            batch=batches,
             optimizer=args.optimizer,
             checkpointing=args.checkpointing,
             fsdp=args.fsdp,
@@ -128,46 +113,23 @@ def _estimated(args: argparse.Namespace) -> MemoryEstimate:
             gpu=args.gpu,
             largest=not args.no_largest,
             progress=progress,
-            **sizes,
+            **{name: getattr(args, name) for name in SIZES if getattr(args, name) is not None},
         )
-
-
-def _need_torch() -> None:
-    from ampwise.errors import MissingDependency
-
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise MissingDependency("ampwise memory needs torch: pip install 'ampwise[torch]'") from error
-
-
-def _batches(text: str | None) -> list[int] | None:
-    from ampwise.errors import BadInput
-
-    try:
-        return None if text is None else [int(size) for size in text.split(",")]
-    except ValueError:
-        raise BadInput(f"--batch {text}: expected whole numbers of rows, such as 8 or 8,16,32.") from None
-
-
-@contextlib.contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[str], object] | None]:
-    if quiet:
-        yield None
-    elif sys.stderr.isatty():
-        from rich.text import Text
-
-        out = terminal.console(sys.stderr)
-        with out.status("making the model") as status:  # Text: a name is not markup
-            yield lambda doing: status.update(Text(terminal.printable(f"counting {doing}")))
+    if args.json:
+        print_json(result.as_dict())
     else:
-        yield lambda doing: terminal.say("ampwise: counting {}", doing)
+        terminal.print_tables(lambda out: _show(out, result))
+    fits_nowhere = all(str(each.fits) == "no" for each in result.estimates)
+    return 1 if args.gpu is not None and fits_nowhere else 0
 
 
 def _show(out: Console, result: MemoryEstimate) -> None:
-    from ampwise.tune.memory.text import CAPTION, headline, lines, title, verdicts
+    from ampwise.tune.memory.result import CAPTION, headline, lines, title, verdicts
 
-    _say(out, headline(result), style="bold")
+    def say(text: str, style: str = "") -> None:
+        out.print(terminal.printable(text), style=style, markup=False, emoji=False)
+
+    say(headline(result), style="bold")
     for batch in result.batches:
         out.print()
         table = terminal.table(title(result, batch))
@@ -179,10 +141,6 @@ def _show(out: Console, result: MemoryEstimate) -> None:
         out.print(table)
     out.print()
     for verdict in verdicts(result):
-        _say(out, verdict)
+        say(verdict)
     for note in (CAPTION, *result.notes):
-        _say(out, note, style="dim")
-
-
-def _say(out: Console, text: str, style: str = "") -> None:
-    out.print(terminal.printable(text), style=style, markup=False, emoji=False)
+        say(note, style="dim")

@@ -29,33 +29,36 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ampwise.errors import BadInput
 from ampwise.finding.terminal import printable, say
 from ampwise.report.printers import add_output_arguments, output_format, print_findings
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
+    from ampwise.trace.capsule import CapsuleContents
     from ampwise.trace.capsule.capsule_replay import CapsuleReplay
-    from ampwise.trace.capsule.contents import CapsuleContents
     from ampwise.trace.user_code import UserFunction
 
 __all__ = ["add_arguments", "run"]
 
+NEEDS_TORCH = True
 FOR_PEOPLE = ("full", "concise")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("capsule", metavar="CAPSULE", help="the folder of a capsule")
-    parser.add_argument(
+    add = parser.add_argument
+    add("capsule", metavar="CAPSULE", help="the folder of a capsule")
+    add(
         "--build",
         metavar="FUNCTION",
         help="makes model and loss function: module:function or file.py:function (default: ask, on a terminal)",
     )
-    parser.add_argument(
-        "--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or emulate:FORMAT (default: the step's own)"
-    )
-    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:1 (default: the step's own, else cpu)")
+    add("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or emulate:FORMAT (default: the step's own)")
+    add("--device", metavar="NAME", help="such as cpu or cuda:1 (default: the step's own, else cpu)")
     add_output_arguments(parser)
 
 
@@ -65,31 +68,35 @@ def run(args: argparse.Namespace) -> int:
     if rerun.findings:
         print_findings(rerun.findings, form)
         return 1
+    text = " ".join((_result(contents, rerun), *rerun.remarks))
     if form in FOR_PEOPLE:
-        say("{}", _finite(contents, rerun), stream=sys.stdout)
+        say("{}", text, stream=sys.stdout)
     else:
         print_findings((), form)
-        say("{}", _finite(contents, rerun))
+        say("{}", text)
     return 0 if rerun.ended.finite else 1
 
 
 def _rerun(args: argparse.Namespace) -> tuple[CapsuleContents, CapsuleReplay]:
-    from pathlib import Path
-
     from ampwise.trace.user_code import imports_refused_from, python_path_of
 
     home = Path(args.capsule)
     with imports_refused_from(home):
-        _need_torch()
-        from ampwise.trace.capsule.build_arguments import format_call
-        from ampwise.trace.capsule.builder import build, builder_named
+        from ampwise.trace.capsule import read
+        from ampwise.trace.capsule.builder import build, builder_named, format_call
         from ampwise.trace.capsule.capsule_replay import device_named, load_weights, precision_for, replay_capsule
-        from ampwise.trace.capsule.reading import read
 
         contents = read(home, lambda kind: device_named(args.device, kind))
-        say("ampwise: {}", _headline(contents))
+        step = "a step" if contents.step is None else f"step {contents.step}"
+        precision = f" in {contents.precision}" if contents.precision else ""
+        loss = "" if contents.loss is None else f", loss {contents.loss:.6g}"
+        weights = "" if contents.weights else ", without weights"
+        found = "".join(
+            f"; found then: {each.rule.code} {each.rule.name}, {each.place}" for each in contents.findings[:1]
+        )
+        say("ampwise: {}", f"{step}{precision} on {contents.device}{loss}{weights}{found}")
         device = device_named(args.device, contents.device or "cpu")
-        precision = precision_for(args.precision, contents, device)
+        chosen = precision_for(args.precision, contents, device)
         builder = _confirmed(args, contents) if args.build is None else builder_named(args.build, home)
         source = builder.place if args.build is not None else builder.said
         called = format_call(builder.function, contents.build_args)
@@ -98,67 +105,28 @@ def _rerun(args: argparse.Namespace) -> tuple[CapsuleContents, CapsuleReplay]:
         with python_path_of(builder), contextlib.redirect_stdout(sys.stderr):
             built = build(builder, contents.build_args)
             load_weights(contents, built.models)
-            return contents, replay_capsule(contents, built, device, precision)
+            return contents, replay_capsule(contents, built, device, chosen)
 
 
 def _confirmed(args: argparse.Namespace, contents: CapsuleContents) -> UserFunction:
     """Return the function that the capsule suggests if the user agrees to call it; else BadInput says what to type."""
-    from pathlib import Path
-
-    from ampwise.errors import BadInput
-    from ampwise.trace.capsule.build_arguments import format_call
-    from ampwise.trace.capsule.builder import suggested_builder
+    from ampwise.trace.capsule.builder import format_call, suggested_builder
 
     builder = suggested_builder(contents.build, Path(args.capsule))
     what = f"{format_call(builder.function, contents.build_args)} from {printable(builder.said)}"
-    if _has_terminal():
+    if all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr)):
         say("ampwise: the capsule suggests calling {}. Call it? [y/N]", what)
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return builder
-    raise BadInput(
-        f"the capsule suggests calling {what}, which needs your consent. To call it, run: {_command(args, builder)}"
-    )
-
-
-def _has_terminal() -> bool:
-    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
-
-
-def _command(args: argparse.Namespace, builder: UserFunction) -> str:
-    """Return this command line with --build added."""
-    import shlex
-
     words = ["ampwise", "replay", args.capsule, "--build", f"{builder.place}:{builder.function}"]
     for option in ("precision", "device"):
         words += [f"--{option}", getattr(args, option)] if getattr(args, option) is not None else []
-    return printable(shlex.join(words))
-
-
-def _need_torch() -> None:
-    from ampwise.errors import MissingDependency
-
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise MissingDependency("ampwise replay needs torch: pip install 'ampwise[torch]'") from error
-
-
-def _headline(contents: CapsuleContents) -> str:
-    """Describe the saved step, and the first finding from when it was saved."""
-    step = "a step" if contents.step is None else f"step {contents.step}"
-    loss = "" if contents.loss is None else f", loss {contents.loss:.6g}"
-    found = "".join(f"; found then: {each.rule.code} {each.rule.name}, {each.place}" for each in contents.findings[:1])
-    weights = "" if contents.weights else ", without weights"
-    precision = f" in {contents.precision}" if contents.precision else ""
-    return f"{step}{precision} on {contents.device}{loss}{weights}{found}"
-
-
-def _finite(contents: CapsuleContents, rerun: CapsuleReplay) -> str:
-    """Describe a step without findings, with remarks about the rerun."""
-    return " ".join((_result(contents, rerun), *rerun.remarks))
+    command = printable(shlex.join(words))
+    raise BadInput(f"the capsule suggests calling {what}, which needs your consent. To call it, run: {command}")
 
 
 def _result(contents: CapsuleContents, rerun: CapsuleReplay) -> str:
+    """Describe a step without findings."""
     ended, scaled = rerun.ended, rerun.scaled
     what = "the sum of the outputs" if rerun.summed else "the loss"
     loss = f"there is no {what}" if ended.loss is None else f"{what} is {ended.loss:.6g}"

@@ -17,13 +17,17 @@ The exit code is 0 if there is a checkpoint to resume from, 1 if there is none, 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+from ampwise.cli import print_json
+from ampwise.errors import BadInput
+from ampwise.finding.terminal import print_tables, printable, say, table
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from typing import Any
-
     from ampwise.guard.disk.catalog import SavedCheckpoint
 
 __all__ = ["add_arguments", "run"]
@@ -33,54 +37,58 @@ FIRST_TIME, LAST_TIME = 1, 2**33  # Unix times that can be shown as a date
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="the directory of the checkpoints")
-    parser.add_argument("--show", action="store_true", help="list all checkpoints in a table")
-    parser.add_argument("--verify", action="store_true", help="read all files and compare their checksums")
-    parser.add_argument("--json", action="store_true", help="a JSON object with all checkpoints")
+    add = parser.add_argument
+    add("directory", metavar="DIR", help="the directory of the checkpoints")
+    add("--show", action="store_true", help="list all checkpoints in a table")
+    add("--verify", action="store_true", help="read all files and compare their checksums")
+    add("--json", action="store_true", help="a JSON object with all checkpoints")
 
 
 def run(args: argparse.Namespace) -> int:
-    from ampwise.finding.terminal import say, write
+    from ampwise.guard.disk.catalog import checkpoints
+    from ampwise.guard.disk.manifest import MANIFEST
 
-    found = _found(args.directory)
+    home = Path(args.directory)
+    if not args.directory or not home.exists():
+        raise BadInput(f"{args.directory!r}: no such folder. Name the directory that the Guard writes to.")
+    found = checkpoints(home)
+    if not found and (home / MANIFEST).exists():
+        raise BadInput(
+            f"{args.directory!r} is a single checkpoint. Name the folder above it: {str(home.resolve().parent)!r}."
+        )
     if args.verify:
         found = [_verified(each) for each in found]
     chosen = next((each for each in found if not each.trouble), None)
     if args.json:
-        write(_as_json(args.directory, found, chosen), sys.stdout)
+        resume = None if chosen is None else _data(chosen)
+        print_json({"directory": args.directory, "resume": resume, "checkpoints": [_data(each) for each in found]})
+        return 0 if chosen else 1
+    if args.show and found:
+        from rich.text import Text
+
+        columns = table("name", "step", "saved", "size", "ranks", "precision", "state")
+        columns.columns[-1].no_wrap = False  # a reason may take two lines
+        for each in found:
+            columns.add_row(*(Text(cell) for cell in _cells(each)))  # Text: a [bracket] in a name is not markup
+        print_tables(lambda out: out.print(columns))
     else:
-        if args.show and found:
-            _print_table(found)
-        else:
-            for line in _skipped(found, chosen):
-                say("{}", line, stream=sys.stdout)
-        say("{}", _verdict(args.directory, found, chosen), stream=sys.stdout)
-    return 0 if chosen else 1
-
-
-def _found(directory: str) -> list[SavedCheckpoint]:
-    from pathlib import Path
-
-    from ampwise.errors import BadInput
-    from ampwise.guard.disk.catalog import checkpoints
-    from ampwise.guard.disk.layout import MANIFEST
-
-    home = Path(directory)
-    if not directory or not home.exists():
-        raise BadInput(f"{directory!r}: no such folder. Name the directory that the Guard writes to.")
-    found = checkpoints(home)
-    if not found and (home / MANIFEST).exists():
-        raise BadInput(
-            f"{directory!r} is a single checkpoint. Name the folder above it: {str(home.resolve().parent)!r}."
-        )
-    return found
+        for each in found[: len(found) if chosen is None else found.index(chosen)]:
+            say("Not from step {} ({}): {}", each.step, each.path.name, each.trouble, stream=sys.stdout)
+    if chosen is None:
+        undone = "all were rolled back" if found else "it is empty"
+        end = f"{undone}. A run would start from the beginning."
+        if any(not each.undone for each in found):
+            end = "all are damaged. A run would refuse to start: give it another directory."
+        say("There is no checkpoint to resume from in {}: {}", args.directory, end, stream=sys.stdout)
+        return 1
+    _, _, saved, size, _, precision, state = _cells(chosen)
+    facts = ", ".join(filter(None, (precision, size, saved, state)))
+    say("A run would resume from step {} ({}): {}.", chosen.step, chosen.path, facts, stream=sys.stdout)
+    return 0
 
 
 def _verified(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
     """Verify a checkpoint's files; return it, marked as damaged if they do not match."""
-    import dataclasses
-
-    from ampwise.finding.terminal import printable, say
     from ampwise.guard.disk.catalog import DamagedCheckpoint, verify
     from ampwise.report.formatting import format_bytes
 
@@ -94,86 +102,24 @@ def _verified(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
     return checkpoint
 
 
-# --- for people ----------------------------------------------------------------------------------------------------
-
-
-def _skipped(found: Sequence[SavedCheckpoint], chosen: SavedCheckpoint | None) -> Iterator[str]:
-    for each in found[: len(found) if chosen is None else found.index(chosen)]:
-        yield f"Not from step {each.step} ({each.path.name}): {each.trouble}"
-
-
-def _verdict(directory: str, found: Sequence[SavedCheckpoint], chosen: SavedCheckpoint | None) -> str:
+def _cells(checkpoint: SavedCheckpoint) -> tuple[str, ...]:
+    """Return the facts about a checkpoint; those that its manifest does not say are empty."""
     from ampwise.report.formatting import format_bytes
 
-    if chosen is None:
-        nothing = f"There is no checkpoint to resume from in {directory}"
-        if any(not each.undone for each in found):
-            return f"{nothing}: all are damaged. A run would refuse to start: give it another directory."
-        return f"{nothing}: {'all were rolled back' if found else 'it is empty'}. A run would start from the beginning."
-    facts = ", ".join(
-        filter(None, (_precision(chosen), format_bytes(chosen.bytes), _time(chosen.saved), _state(chosen)))
-    )
-    return f"A run would resume from step {chosen.step} ({chosen.path}): {facts}."
-
-
-def _print_table(found: Sequence[SavedCheckpoint]) -> None:
-    from rich.text import Text
-
-    from ampwise.finding.terminal import print_tables, printable, table
-    from ampwise.report.formatting import format_bytes
-
-    columns = table("name", "step", "saved", "size", "ranks", "precision", "state")
-    for each in found:
-        known = each.number > 0
-        cells = (
-            printable(each.path.name),
-            str(each.step),
-            _time(each.saved),
-            format_bytes(each.bytes) if known else "",
-            str(each.world_size) if known else "",
-            _precision(each),
-            _state(each),
-        )
-        columns.add_row(*(Text(cell) for cell in cells))  # Text: a [bracket] in a name is not markup
-    columns.columns[-1].no_wrap = False  # a reason may take two lines
-    print_tables(lambda out: out.print(columns))
-
-
-def _state(checkpoint: SavedCheckpoint) -> str:
+    state = "good" if checkpoint.good else "intact"
     if checkpoint.trouble:
-        return f"{'rolled back' if checkpoint.undone else 'damaged'}: {checkpoint.trouble}"
-    return "good" if checkpoint.good else "intact"
-
-
-def _precision(checkpoint: SavedCheckpoint) -> str:
-    from ampwise.finding.terminal import printable
-
-    return printable(str(checkpoint.about.get("precision") or ""))[:LONGEST_PRECISION]
-
-
-def _time(saved: float) -> str:
-    import time
-
-    known = FIRST_TIME <= saved < LAST_TIME
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved)) if known else ""
-
-
-# --- for programs --------------------------------------------------------------------------------------------------
-
-
-def _as_json(directory: str, found: Sequence[SavedCheckpoint], chosen: SavedCheckpoint | None) -> str:
-    from ampwise.finding.strict_json import dumps
-
-    return dumps(
-        {
-            "directory": directory,
-            "resume": None if chosen is None else _data(chosen),
-            "checkpoints": [_data(each) for each in found],
-        }
+        state = f"{'rolled back' if checkpoint.undone else 'damaged'}: {checkpoint.trouble}"
+    is_dated, is_known = FIRST_TIME <= checkpoint.saved < LAST_TIME, checkpoint.number > 0
+    return (
+        printable(checkpoint.path.name),
+        str(checkpoint.step),
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.saved)) if is_dated else "",
+        format_bytes(checkpoint.bytes) if is_known else "",
+        str(checkpoint.world_size) if is_known else "",
+        printable(str(checkpoint.about.get("precision") or ""))[:LONGEST_PRECISION],
+        state,
     )
 
 
 def _data(checkpoint: SavedCheckpoint) -> dict[str, Any]:
-    import dataclasses
-
     return {**dataclasses.asdict(checkpoint), "path": str(checkpoint.path)}

@@ -24,13 +24,17 @@ that already has a record (-f overwrites it).
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ampwise.errors import BadInput, MissingDependency
+from ampwise.finding.terminal import console, say, wants_colour, write
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     from typing import TextIO
 
@@ -45,15 +49,16 @@ SCRIPT_OWNS_STREAMS = True  # Python flushes and closes them, as it does without
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from ampwise.runs.sinks import built_in_kinds
 
-    parser.add_argument("-o", "--output", metavar="RUN", help=f"the record's folder (default: a new one in {HOME}/)")
-    parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing record")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no summary at the end, only sinks that failed")
-    parser.add_argument("--every", metavar="N", type=_count, help="histogram of the gradients at every N-th step")
-    parser.add_argument("--activations", action="store_true", help="also watch the outputs of modules")
-    parser.add_argument("--no-timing", action="store_true", help="do not measure where the time goes")
-    parser.add_argument("--capsule", metavar="DIR", help="save bad steps there, for `ampwise replay`")
-    parser.add_argument("--no-weights", action="store_true", help="leave the model's weights out of capsules")
-    parser.add_argument(
+    add = parser.add_argument
+    add("-o", "--output", metavar="RUN", help=f"the record's folder (default: a new one in {HOME}/)")
+    add("-f", "--force", action="store_true", help="overwrite an existing record")
+    add("-q", "--quiet", action="store_true", help="no summary at the end, only sinks that failed")
+    add("--every", metavar="N", type=_count, help="histogram of the gradients at every N-th step")
+    add("--activations", action="store_true", help="also watch the outputs of modules")
+    add("--no-timing", action="store_true", help="do not measure where the time goes")
+    add("--capsule", metavar="DIR", help="save bad steps there, for `ampwise replay`")
+    add("--no-weights", action="store_true", help="leave the model's weights out of capsules")
+    add(
         "--sink",
         metavar="NAME[:TARGET]",
         dest="sinks",
@@ -61,55 +66,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help=f"also send each step's metrics to: {', '.join(built_in_kinds())}; may be repeated",
     )
-    parser.add_argument(
-        "--part", action="store_true", help=argparse.SUPPRESS
-    )  # part of a run that another process began
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
-    parser.add_argument("script", metavar="SCRIPT", help="the script to run")
-    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script")
+    add("--part", action="store_true", help=argparse.SUPPRESS)  # part of a run that another process began
+    add("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
+    add("script", metavar="SCRIPT", help="the script to run")
+    add("args", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def run(args: argparse.Namespace) -> int:
-    from ampwise.watch.script import ScriptToRun
-    from ampwise.watch.torchrun import is_launcher
+    from ampwise.watch.script import ScriptToRun, is_launcher
 
     script = ScriptToRun(args.script, tuple(args.args), args.module)
     if not is_launcher(script):  # torchrun is found by its name
         script.check()
-    _check_torch()
-    _check_capsules(args)
-    folder = Path(args.output) if args.output else _new_folder(script)
-    return _launched(script, folder, args) if is_launcher(script) else _watched(script, folder, args)
-
-
-def _check_torch() -> None:
-    """Refuse to run without torch: the script would fail at its first import without saying why."""
-    import importlib.util
-
-    if importlib.util.find_spec("torch") is None:
+    if importlib.util.find_spec("torch") is None:  # the script would fail at its first import without saying why
         raise MissingDependency(
             f"ampwise run needs torch, which is not installed in this Python: {sys.executable}. Scripts run in the "
             "Python that ampwise is installed in: install it in the script's environment, pip install "
             "'ampwise[torch]'. (pipx and uvx use an environment of their own.)"
         )
-
-
-def _check_capsules(args: argparse.Namespace) -> None:
-    """Check before the training starts that capsules can be written."""
-    import os
-
-    if args.capsule is None:
-        return
-    path = Path(args.capsule).absolute()
-    existing = next(each for each in (path, *path.parents) if os.path.lexists(each))  # the rest is made when needed
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        why = "is not writable" if existing.is_dir() else "is not a folder"
-        raise BadInput(f"--capsule {args.capsule}: {existing} {why}. Name another folder.")
+    if args.capsule is not None:
+        path = Path(args.capsule).absolute()
+        existing = next(each for each in (path, *path.parents) if os.path.lexists(each))  # the rest is made when needed
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            why = "is not writable" if existing.is_dir() else "is not a folder"
+            raise BadInput(f"--capsule {args.capsule}: {existing} {why}. Name another folder.")
+    if args.output:
+        folder = Path(args.output)
+    elif (together := os.environ.get("TORCHELASTIC_RUN_ID")) is not None:  # torchrun: one folder for all ranks
+        folder = Path(HOME) / f"{script.stem}-{together}-{os.environ.get('MASTER_PORT', '')}"
+    else:
+        base = Path(HOME) / f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        tries = (base if number == 1 else base.with_name(f"{base.name}-{number}") for number in range(1, 1000))
+        folder = next(path for path in tries if not path.exists())
+    return _launched(script, folder, args) if is_launcher(script) else _watched(script, folder, args)
 
 
 def _watched(script: ScriptToRun, folder: Path, args: argparse.Namespace) -> int:
-    from ampwise.watch.stderr import say_on_stderr
-    from ampwise.watch.watched_run import RunOptions, WatchedRun, rank_here
+    from ampwise.watch.watched_run import RunOptions, WatchedRun, rank_here, say_on_stderr
 
     options = RunOptions(
         every=args.every,
@@ -119,51 +112,33 @@ def _watched(script: ScriptToRun, folder: Path, args: argparse.Namespace) -> int
         capsules=None if args.capsule is None else Path(args.capsule).absolute(),  # the script may change directory
         weights=not args.no_weights,
     )
-    place = RecordFolder(folder)
+    absolute = folder.absolute()
     try:
-        running = WatchedRun(script, place.absolute, options, force=args.force)
+        running = WatchedRun(script, absolute, options, force=args.force)
     except BadInput as error:
         if not args.part:
             raise
-        from ampwise.finding.terminal import say
-
         say("ampwise: warning: this process runs unwatched: {}", error)
         return script.run().exit_code
-    _close_streams()
+    for name in ("stdout", "stderr"):  # streams that the shell closed are None, as in plain Python
+        if getattr(sys, f"__{name}__") is None:
+            setattr(sys, name, None)
     ended = running.run()
     if not args.part and not running.is_child and rank_here()[0] == 0:
+        with suppress(OSError):  # the current directory was removed
+            absolute = folder if folder.absolute() == absolute else absolute
         try:
-            _warn_of_failed_sinks(place.now, args) if args.quiet else _show(place.now)
+            _show(absolute, args)
         except Exception as error:  # e.g. too many open files; the exit code stays the script's
             say_on_stderr("ampwise: warning: the report cannot be shown: {}: {}", type(error).__name__, error)
     return ended.exit_code
 
 
-class RecordFolder:
-    """The record's folder, by its full path once the script has changed directory."""
-
-    def __init__(self, folder: Path) -> None:
-        self._given, self.absolute = folder, folder.absolute()
-
-    @property
-    def now(self) -> Path:
-        try:
-            return self._given if self._given.absolute() == self.absolute else self.absolute
-        except OSError:  # the current directory was removed
-            return self.absolute
-
-
-def _close_streams() -> None:
-    """Set streams that the shell closed to None, as plain Python does."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, f"__{name}__") is None:
-            setattr(sys, name, None)
-
-
 def _launched(script: ScriptToRun, folder: Path, args: argparse.Namespace) -> int:
     from ampwise.runs.layout import prepare_folder
     from ampwise.runs.sinks import requested_sinks
-    from ampwise.watch.torchrun import launch
+    from ampwise.watch.findings import add_findings_of_ranks
+    from ampwise.watch.script import launch
 
     # Check these before any process is started.
     requested_sinks(args.sinks, base=folder)
@@ -176,38 +151,28 @@ def _launched(script: ScriptToRun, folder: Path, args: argparse.Namespace) -> in
     options += ["--no-weights"] if args.no_weights else []
     options += [f"--sink={sink}" for sink in args.sinks]
     ended = launch(script, folder, options)
-    _add_findings_across_ranks(folder)
-    _warn_of_failed_sinks(folder, args) if args.quiet else _show(folder)
+    add_findings_of_ranks(folder)
+    _show(folder, args)
     return ended.exit_code
 
 
-def _warn_of_failed_sinks(folder: Path, args: argparse.Namespace) -> None:
-    """Print a line for each sink that failed, even with --quiet: the failure would otherwise go unnoticed."""
-    if not args.sinks:
-        return
-    from ampwise.runs.reader import Run
-    from ampwise.runs.sinks.failure import SINK_FAILED
-    from ampwise.watch.stderr import say_on_stderr
-
-    try:
-        events = Run.read(folder, layers_of_others=False).events
-    except BadInput:
-        return
-    for event in events:
-        if event.name == SINK_FAILED:
-            say_on_stderr("ampwise: warning: {}", event)
-
-
-def _show(folder: Path) -> None:
-    """Print the summary to stderr, since stdout belongs to the script."""
-    from ampwise.finding.terminal import console, wants_colour, write
+def _show(folder: Path, args: argparse.Namespace) -> None:
+    """Print the summary to stderr, since stdout belongs to the script; with --quiet only the sinks that failed."""
     from ampwise.report.run_text import run_text
     from ampwise.runs.reader import Run
-    from ampwise.watch.stderr import write_to_stderr
+    from ampwise.runs.sinks.run_sinks import SINK_FAILED
+    from ampwise.watch.watched_run import say_on_stderr, write_to_stderr
 
+    if args.quiet and not args.sinks:
+        return
     try:
         record = Run.read(folder, layers_of_others=False)
     except BadInput:  # torchrun started no process, and has reported why
+        return
+    if args.quiet:
+        for event in record.events:
+            if event.name == SINK_FAILED:
+                say_on_stderr("ampwise: warning: {}", event)
         return
 
     def show(stream: TextIO) -> None:
@@ -216,25 +181,6 @@ def _show(folder: Path) -> None:
     with suppress(Exception):  # the script's output comes first; Python itself reports what cannot be written
         sys.stdout.flush()
     write_to_stderr(show)
-
-
-def _add_findings_across_ranks(folder: Path) -> None:
-    """Add the findings that need the parts of all ranks."""
-    from ampwise.watch.rank_findings import add_findings_of_ranks
-
-    add_findings_of_ranks(folder)
-
-
-def _new_folder(script: ScriptToRun) -> Path:
-    import os
-    import time
-
-    together = os.environ.get("TORCHELASTIC_RUN_ID")
-    if together is not None:  # started by torchrun: one folder for all ranks
-        return Path(HOME) / f"{script.stem}-{together}-{os.environ.get('MASTER_PORT', '')}"
-    base = Path(HOME) / f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    taken = (base if number == 1 else base.with_name(f"{base.name}-{number}") for number in range(1, 1000))
-    return next(path for path in taken if not path.exists())
 
 
 def _count(text: str) -> int:

@@ -38,106 +38,68 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ampwise.finding.terminal import print_tables, say, write
+from ampwise.cli import INTERRUPTED, print_json
+from ampwise.errors import BadInput
+from ampwise.finding.terminal import print_tables, say
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
-    from typing import Any
-
-    import torch
-
     from ampwise.tune.search.result import SearchResult
-    from ampwise.tune.train_case import TrainCase
 
 __all__ = ["add_arguments", "run"]
 
-INTERRUPTED = 130
+NEEDS_TORCH = True
 PART = "ampwise-search.part"
 DEFAULTS = {"formats": "e4m3,bf16,fp32", "tolerance": 0.01, "batches": 4}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("function", metavar="FUNCTION", help="module:function or file.py:function, such as train:make")
-    parser.add_argument(
+    add = parser.add_argument
+    add("function", metavar="FUNCTION", help="module:function or file.py:function, such as train:make")
+    add(
         "--formats",
         metavar="NAMES",
         default=DEFAULTS["formats"],
         help="comma-separated formats to choose from, including fp32 (default: %(default)s; `ampwise formats` lists "
         "all; mxfp8+up rounds scales up)",
     )
-    parser.add_argument(
+    add(
         "--tolerance",
         metavar="NUMBER",
         type=float,
         default=DEFAULTS["tolerance"],
         help="largest error against FP32 (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--batches",
         metavar="COUNT",
         type=int,
         default=DEFAULTS["batches"],
         help="batches to use, at most 16; a quarter is held back (default: %(default)s)",
     )
-    parser.add_argument(
-        "--modules", metavar="GLOB", action="append", default=[], help="search only these modules; may be repeated"
-    )
-    parser.add_argument(
+    add("--modules", metavar="GLOB", action="append", default=[], help="search only these modules; may be repeated")
+    add(
         "--trials",
         metavar="COUNT",
         type=int,
         help="try at most this many assignments, and as many again if one fails on the batches held back",
     )
-    parser.add_argument("--gpu", metavar="NAME", help="predict the time on this GPU, from `ampwise gpu --list`")
-    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:1 (default: cuda if there is one)")
-    parser.add_argument("--out", metavar="FILE", help="write the result there, as JSON")
-    parser.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
-    parser.add_argument("--resume", action="store_true", help="continue from the trials of an interrupted search")
-    parser.add_argument("--json", action="store_true", help="JSON, as described above")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    add("--gpu", metavar="NAME", help="predict the time on this GPU, from `ampwise gpu --list`")
+    add("--device", metavar="NAME", help="such as cpu or cuda:1 (default: cuda if there is one)")
+    add("--out", metavar="FILE", help="write the result there, as JSON")
+    add("-f", "--force", action="store_true", help="overwrite existing files")
+    add("--resume", action="store_true", help="continue from the trials of an interrupted search")
+    add("--json", action="store_true", help="JSON, as described above")
+    add("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
     part = Path(f"{args.out}.part" if args.out else PART)
-    _check(args)
-    _check_files(args, part)
-    if not args.resume:
-        part.unlink(missing_ok=True)
-    try:
-        found = _found(args, part)
-    except KeyboardInterrupt:
-        say("\nampwise: interrupted; resume with: {}", _command(args))
-        return INTERRUPTED
-    _print(found, args)
-    if args.out:  # after printing, so that the result is not lost if the file cannot be written
-        found.save(args.out)
-        if not args.json:
-            say("Wrote {}; load it with ampwise.SearchResult.load({})", args.out, repr(args.out), stream=sys.stdout)
-    return 0 if found.narrower else 1
-
-
-def _check(args: argparse.Namespace) -> None:
-    from ampwise.errors import BadInput, MissingDependency
-
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise MissingDependency("ampwise search needs torch: pip install 'ampwise[torch]'") from error
-    from ampwise.tune.search.arguments import MOST_BATCHES
-
-    if not 1 <= args.batches <= MOST_BATCHES:
-        raise BadInput(
-            f"search --batches {args.batches}: expected 1 to {MOST_BATCHES}; of every four, one is held back."
-        )
-
-
-def _check_files(args: argparse.Namespace, part: Path) -> None:
-    """Check before the search that files can be written, and refuse to overwrite files without -f."""
-    from ampwise.errors import BadInput
-
+    # Before the search: can the files be written, and would one be overwritten without -f?
     if args.out and (Path(args.out).is_dir() or not os.access(Path(args.out).parent, os.W_OK)):
         raise BadInput(f"search --out {args.out}: cannot write there. Name a file in an existing, writable folder.")
     if args.out and Path(args.out).exists() and not args.force:
@@ -146,23 +108,51 @@ def _check_files(args: argparse.Namespace, part: Path) -> None:
         raise BadInput(
             f"search: {part} has the trials of an interrupted search. Continue with --resume, or start over with -f."
         )
+    try:
+        found = _search(args, part)
+    except KeyboardInterrupt:
+        say("\nampwise: interrupted; resume with: {}", _command(args))
+        return INTERRUPTED
+    if args.json:
+        print_json(found.as_dict())
+    else:
+        from ampwise.tune.search.text import show
+
+        print_tables(lambda out: show(out, found))
+    if args.out:  # after printing, so that the result is not lost if the file cannot be written
+        found.save(args.out)
+        if not args.json:
+            say("Wrote {}; load it with ampwise.SearchResult.load({})", args.out, repr(args.out), stream=sys.stdout)
+    return 0 if found.narrower else 1
 
 
-def _found(args: argparse.Namespace, part: Path) -> SearchResult:
+def _search(args: argparse.Namespace, part: Path) -> SearchResult:
+    import torch
+
     from ampwise.trace.capsule.capsule_replay import device_named
+    from ampwise.tune.search.arguments import MOST_BATCHES
     from ampwise.tune.search.progress import progress_on
     from ampwise.tune.search.search import search
+    from ampwise.tune.train_case import load_factory
 
-    formats = [name.strip() for name in args.formats.split(",") if name.strip()]
+    if not 1 <= args.batches <= MOST_BATCHES:
+        raise BadInput(
+            f"search --batches {args.batches}: expected 1 to {MOST_BATCHES}; of every four, one is held back."
+        )
+    if not args.resume:
+        part.unlink(missing_ok=True)
     # Keep what the user's code prints out of our output.
     with contextlib.redirect_stdout(sys.stderr), progress_on(sys.stderr, quiet=args.quiet) as progress:
-        subject, batches = _made(args.function, args.batches, device_named(args.device, "cuda"))
+        device, maker, cases = device_named(args.device, "cuda"), load_factory(args.function), []
+        for seed in range(args.batches):
+            torch.manual_seed(seed)
+            cases.append(maker.make(device))
         return search(
-            subject.loss_fn,
-            batches,
+            cases[0].loss_fn,
+            [dict(case.kwargs) or case.args for case in cases],
             tolerance=args.tolerance,
-            formats=formats,
-            model=subject.model,
+            formats=[name.strip() for name in args.formats.split(",") if name.strip()],
+            model=cases[0].model,
             modules=args.modules,
             gpu=args.gpu,
             trials=args.trials,
@@ -172,43 +162,11 @@ def _found(args: argparse.Namespace, part: Path) -> SearchResult:
         )
 
 
-def _made(name: str, count: int, device: torch.device) -> tuple[TrainCase, list[Any]]:
-    """Return what the first call makes, and the batches of all calls."""
-    import torch
-
-    from ampwise.tune.train_case import load_factory
-
-    maker = load_factory(name)
-    torch.manual_seed(0)
-    subject = maker.make(device)
-    batches: list[Any] = [dict(subject.kwargs) or subject.args]
-    for seed in range(1, count):
-        torch.manual_seed(seed)
-        other = maker.make(device)
-        batches.append(dict(other.kwargs) or other.args)
-    return subject, batches
-
-
-def _print(found: SearchResult, args: argparse.Namespace) -> None:
-    from ampwise.finding.strict_json import dumps
-    from ampwise.tune.search.text import show
-
-    if args.json:
-        write(dumps(found.as_dict()), sys.stdout)
-        return
-    print_tables(lambda out: show(out, found))
-
-
 def _command(args: argparse.Namespace) -> str:
     """Return the command line that resumes this search."""
-    import shlex
-
     words = ["ampwise", "search", args.function]
-    for option, default in DEFAULTS.items():
-        if getattr(args, option) != default:
-            words += [f"--{option}", str(getattr(args, option))]
-    for option in ("trials", "gpu", "device", "out"):
-        if getattr(args, option):
+    for option in (*DEFAULTS, "trials", "gpu", "device", "out"):
+        if getattr(args, option) not in (None, "", DEFAULTS.get(option)):
             words += [f"--{option}", str(getattr(args, option))]
     for pattern in args.modules:
         words += ["--modules", pattern]

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
-if TYPE_CHECKING:
-    from pathlib import Path
+from ampwise.errors import BadInput
+from ampwise.finding.terminal import say, write
 
 __all__ = ["add_arguments", "run"]
 
@@ -34,32 +34,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ampwise.check.atomic_write import replace_file
     from ampwise.cli import summaries
-    from ampwise.finding.terminal import say, write
     from ampwise.integrations.skill import FILE, skill_text
 
     text = skill_text(summaries())
     if args.out is None:
         write(text, sys.stdout)
         return 0
-    from pathlib import Path
-
     path = Path(args.out, FILE)
-    _write(path, text, force=args.force)
-    say("Wrote {}", path, stream=sys.stdout)
-    return 0
-
-
-def _write(path: Path, text: str, *, force: bool) -> None:
-    from ampwise.check.atomic_write import replace_file
-    from ampwise.errors import BadInput
-
     try:
         if path.is_symlink():
             raise BadInput(f"--out: {path} is a symlink; name the folder of the real file.")
-        if not force and path.exists() and OURS not in path.read_text(encoding="utf-8", errors="replace"):
+        if not args.force and path.exists() and OURS not in path.read_text(encoding="utf-8", errors="replace"):
             raise BadInput(f"--out: {path} exists and was not written by `ampwise skill`. Overwrite it with -f.")
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(str(path), text.encode())
     except OSError as error:
         raise BadInput(f"--out: {path} cannot be written: {error.strerror or error}.") from error
+    say("Wrote {}", path, stream=sys.stdout)
+    return 0

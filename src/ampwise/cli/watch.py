@@ -22,13 +22,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+from ampwise.errors import BadInput
+from ampwise.finding.terminal import flush, say
+
 if TYPE_CHECKING:
-    from contextlib import ExitStack
-
-    from ampwise.runs.follower import RecordFollower
-    from ampwise.runs.reader import Run
+    from ampwise.runs.reader import RecordFollower, Run
 
 __all__ = ["add_arguments", "run"]
 
@@ -36,23 +39,23 @@ SHORTEST_S, LONGEST_S = 0.1, 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("record", metavar="RUN", help="the folder of a record, or of several records")
-    parser.add_argument("--once", action="store_true", help="print the current state and exit")
-    parser.add_argument(
+    add = parser.add_argument
+    add("record", metavar="RUN", help="the folder of a record, or of several records")
+    add("--once", action="store_true", help="print the current state and exit")
+    add(
         "--interval",
         metavar="SECONDS",
         type=_seconds,
         help="time between updates (default: 1; in a pipe 5, with --serve 2)",
     )
-    parser.add_argument(
-        "--serve", metavar="PORT", type=_port, nargs="?", const=0, help="serve a page to browsers on this machine"
-    )
-    parser.add_argument("--open", action="store_true", help="with --serve: open the page in a browser")
+    add("--serve", metavar="PORT", type=_port, nargs="?", const=0, help="serve a page to browsers on this machine")
+    add("--open", action="store_true", help="with --serve: open the page in a browser")
 
 
 def run(args: argparse.Namespace) -> int:
-    from ampwise.errors import BadInput
+    from ampwise.report.live.poller import find_record, wait_for_record
     from ampwise.report.live.terminal import show_once, watch
+    from ampwise.runs.reader import RecordFollower
 
     if not args.record:
         raise BadInput("watch: the name of the record is empty. Name its folder; `.` is the current one.")
@@ -60,7 +63,11 @@ def run(args: argparse.Namespace) -> int:
         raise BadInput("--open: needs --serve. For a page without a server: `ampwise report RUN --open`.")
     if args.once and (args.serve is not None or args.interval is not None):
         raise BadInput("--once: cannot be combined with --serve or --interval.")
-    follower = _follower(args.record, wait=not args.once)
+    path = Path(args.record)
+    found = find_record(path) or path if args.once else wait_for_record(path, _say)
+    if found != path:
+        _say(f"{path} is a folder of records; watching the newest, {found.name}")
+    follower = RecordFollower(found)
     if args.serve is not None:
         _serve(follower, args.serve, show=args.open, interval_s=args.interval)
     elif args.once:
@@ -70,26 +77,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _follower(record: str, *, wait: bool) -> RecordFollower:
-    from pathlib import Path
-
-    from ampwise.report.live.wait_for_record import find_record, wait_for_record
-    from ampwise.runs.follower import RecordFollower
-
-    path = Path(record)
-    found = wait_for_record(path, _say) if wait else find_record(path) or path
-    if found != path:
-        _say(f"{path} is a folder of records; watching the newest, {found.name}")
-    return RecordFollower(found)
-
-
 def _serve(follower: RecordFollower, port: int, *, show: bool, interval_s: float | None) -> None:
     """Serve the page until Ctrl-C, also after the run has ended."""
-    import time
-    from contextlib import ExitStack
-
-    from ampwise.finding.terminal import flush, say
-    from ampwise.report.live.server import LOOK_S, serve
+    from ampwise.hardware.programs import open_in_browser
+    from ampwise.report.live.server import LOOK_S, redirect_page, serve
     from ampwise.report.live.terminal import has_ended
     from ampwise.report.page import page, update
     from ampwise.report.verdict import verdict
@@ -105,8 +96,8 @@ def _serve(follower: RecordFollower, port: int, *, show: bool, interval_s: float
     try:
         say("{}", server.address, stream=sys.stdout)
         flush(sys.stdout)
-        if show:
-            _show(server.address, opening)
+        if show and not open_in_browser(opening.enter_context(redirect_page(server.address))):
+            _say("--open: no browser found. Open the address yourself")
         while not has_ended(server.present.run):
             time.sleep(interval_s)
         _say(f"the run has ended: {verdict(server.present.run)}. The page stays up until Ctrl-C")
@@ -118,19 +109,7 @@ def _serve(follower: RecordFollower, port: int, *, show: bool, interval_s: float
         server.server_close()
 
 
-def _show(address: str, opening: ExitStack) -> None:
-    """Open a browser on a redirect to the address; closing ``opening`` removes the redirect."""
-    from ampwise.hardware.programs import open_in_browser
-    from ampwise.report.live.open_browser import redirect_page
-
-    if not open_in_browser(opening.enter_context(redirect_page(address))):
-        _say("--open: no browser found. Open the address yourself")
-
-
 def _say(text: str) -> None:
-    """Print a message to stderr."""
-    from ampwise.finding.terminal import flush, say
-
     say("ampwise: {}", text)
     flush(sys.stderr)
 

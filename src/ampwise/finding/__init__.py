@@ -3,21 +3,16 @@
 A rule describes a mistake in general, a finding reports one instance of it. The linter, the runtime watch, the
 hardware checks and the tracer all return findings; the printers in ``ampwise.report.printers`` show them.
 """
-# ruff: noqa: RUF023 (slots are in the order in which they are shown)
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any, Literal, Self
 
-from ampwise.finding.frozen import Frozen
-
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
-if TYPE_CHECKING:
-    from typing import Any, Literal
-
-__all__ = ["Edit", "Finding", "Place", "Rule", "Severity", "edited"]
+__all__ = ["Edit", "Finding", "Findings", "Place", "Rule", "Severity", "edited"]
 
 
 class Severity(StrEnum):
@@ -33,7 +28,18 @@ class Severity(StrEnum):
         return list(Severity).index(self)
 
 
-class Place(Frozen):
+class _Record:
+    """Base of the records below."""
+
+    __slots__ = ()
+
+    def but(self, **changes: Any) -> Self:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place(_Record):
     """Where something was found. Every part is optional: a gradient has no line, and a line has no step.
 
     >>> print(Place(file="train.py", line=12, column=5))
@@ -48,49 +54,19 @@ class Place(Frozen):
     all cells from 1, and lines count within the cell.
     """
 
-    __slots__ = (
-        "file",
-        "line",
-        "column",
-        "end_line",
-        "end_column",
-        "module",
-        "parameter",
-        "device",
-        "step",
-        "rank",
-        "cell",
-    )
+    file: str | None = None
+    line: int | None = None
+    column: int | None = None
+    end_line: int | None = None
+    end_column: int | None = None
+    module: str | None = None
+    parameter: str | None = None
+    device: str | None = None
+    step: int | None = None
+    rank: int | None = None
+    cell: int | None = None
 
-    def __init__(
-        self,
-        *,
-        file: str | None = None,
-        line: int | None = None,
-        column: int | None = None,
-        end_line: int | None = None,
-        end_column: int | None = None,
-        module: str | None = None,
-        parameter: str | None = None,
-        device: str | None = None,
-        step: int | None = None,
-        rank: int | None = None,
-        cell: int | None = None,
-    ) -> None:
-        self.file = file
-        self.line = line
-        self.column = column
-        self.end_line = end_line
-        self.end_column = end_column
-        self.module = module
-        self.parameter = parameter
-        self.device = device
-        self.step = step
-        self.rank = rank
-        self.cell = cell
-        self._check()
-
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         for name in ("line", "column", "end_line", "end_column"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -103,16 +79,9 @@ class Place(Frozen):
             raise ValueError("Place: a column or an end needs a line; give the line too")
         if (self.end_line is None) != (self.end_column is None):
             raise ValueError("Place: give both end_line and end_column, or neither")
-        if self._end < self._start:
-            raise ValueError(f"Place: the end {self._end} is before the start {self._start}")
-
-    @property
-    def _start(self) -> tuple[int, int]:
-        return (self.line or 1, self.column or 1)
-
-    @property
-    def _end(self) -> tuple[int, int]:
-        return self._start if self.end_line is None else (self.end_line, self.end_column or 1)
+        start, end = (self.line or 1, self.column or 1), (self.end_line, self.end_column)
+        if end != (None, None) and end < start:
+            raise ValueError(f"Place: the end {end} is before the start {start}")
 
     def __str__(self) -> str:
         cell = None if self.cell is None else f"cell {self.cell}"
@@ -127,10 +96,11 @@ class Place(Frozen):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the known parts as plain data for JSON."""
-        return {name: value for name, value in self.parts().items() if value is not None}
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
 
 
-class Edit(Frozen):
+@dataclass(frozen=True, slots=True)
+class Edit(_Record):
     """One change to the text: ``content`` replaces a span.
 
     >>> Edit(line=4, column=1, end_line=4, end_column=1, content="scaler.update()\\n").is_insertion
@@ -139,20 +109,14 @@ class Edit(Frozen):
     Positions count as in ``Place``: from 1, in characters, end exclusive, within ``cell`` of a notebook.
     """
 
-    __slots__ = ("line", "column", "end_line", "end_column", "content", "cell")
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    content: str
+    cell: int | None = None
 
-    def __init__(
-        self, line: int, column: int, end_line: int, end_column: int, content: str, cell: int | None = None
-    ) -> None:
-        self.line = line
-        self.column = column
-        self.end_line = end_line
-        self.end_column = end_column
-        self.content = content
-        self.cell = cell
-        self._check()
-
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         for name in ("line", "column", "end_line", "end_column", "cell"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -179,7 +143,7 @@ class Edit(Frozen):
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON; the cell only if there is one."""
-        return {name: value for name, value in self.parts().items() if value is not None}
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:
@@ -208,7 +172,8 @@ def _offset(position: tuple[int, int], line_ends: Sequence[int]) -> int:
     raise ValueError(f"the edit at {line}:{column} is outside the text")
 
 
-class Rule(Frozen):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule(_Record):
     """A kind of mistake: what it is, why it matters, and how to fix it.
 
     ``bad`` and ``good`` are short examples shown by ``ampwise explain`` and in the docs: Python, or commands
@@ -216,40 +181,26 @@ class Rule(Frozen):
     ``fixable`` says whether ``ampwise check --fix`` can fix its findings: "always", "sometimes", or "" for never.
     """
 
-    __slots__ = ("code", "name", "severity", "summary", "why", "fix", "bad", "good", "on_by_default", "url", "fixable")
+    code: str
+    name: str
+    severity: Severity
+    summary: str
+    why: str
+    fix: str
+    bad: str
+    good: str
+    on_by_default: bool = True  # False: checked only when selected
+    url: str | None = None  # page with more about the rule, if there is one
+    fixable: Literal["", "sometimes", "always"] = ""
 
-    def __init__(
-        self,
-        *,
-        code: str,
-        name: str,
-        severity: Severity,
-        summary: str,
-        why: str,
-        fix: str,
-        bad: str,
-        good: str,
-        on_by_default: bool = True,
-        url: str | None = None,
-        fixable: Literal["", "sometimes", "always"] = "",
-    ) -> None:
-        self.code = code
-        self.name = name
-        self.severity = severity
-        self.summary = summary
-        self.why = why
-        self.fix = fix
-        self.bad = bad
-        self.good = good
-        self.on_by_default = on_by_default  # False: checked only when selected
-        self.url = url  # page with more about the rule, if there is one
-        self.fixable = fixable
-        self._check()
-
-    def _check(self) -> None:
-        if not _is_code(self.code):
+    def __post_init__(self) -> None:
+        # No regular expressions: this runs for every rule at each start of the linter.
+        letters, digits = self.code[:-3], self.code[-3:]
+        is_code = letters.isalpha() and letters.isupper() and 2 <= len(letters) <= 10
+        if not (self.code.isascii() and is_code and len(digits) == 3 and digits.isdigit()):
             raise ValueError(f"rule code {self.code!r}: expected capital letters and three digits, such as AMP101")
-        if not _is_kebab_case(self.name):
+        words = self.name.split("-")
+        if not (self.name.isascii() and self.name == self.name.lower() and all(map(str.isalnum, words))):
             raise ValueError(f"rule {self.code}: name {self.name!r}: expected kebab-case, such as clip-scaled-grads")
         if not isinstance(self.severity, Severity):
             raise ValueError(f"rule {self.code}: severity {self.severity!r} is not a Severity")
@@ -278,51 +229,31 @@ class Rule(Frozen):
 
         ``edits`` apply ``fix`` to the text; they are ``safe`` unless they may change other behaviour of the code.
         """
-        return Finding(
-            rule=self,
-            place=place,
-            message=message,
-            evidence=dict(evidence or {}),
-            fix=fix or self.fix,
-            edits=tuple(edits),
-            safe=safe,
-        )
+        fix, known, changes = fix or self.fix, dict(evidence or {}), tuple(edits)
+        return Finding(rule=self, place=place, message=message, evidence=known, fix=fix, edits=changes, safe=safe)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        return self.parts() | {"severity": str(self.severity)}
+        return {name: getattr(self, name) for name in self.__slots__} | {"severity": str(self.severity)}
 
 
-class Finding(Frozen):
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Finding(_Record):
     """One instance of a rule: its place, message, evidence and fix, and edits if the fix can be applied automatically.
 
     The edits are applied all or none. They are ``safe`` if they change nothing but the mistake; unsafe ones are
     applied only with ``--unsafe-fixes``.
     """
 
-    __slots__ = ("rule", "place", "message", "evidence", "fix", "edits", "safe")
+    rule: Rule
+    place: Place
+    message: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    fix: str
+    edits: tuple[Edit, ...] = ()
+    safe: bool = True
 
-    def __init__(
-        self,
-        *,
-        rule: Rule,
-        place: Place,
-        message: str,
-        evidence: Mapping[str, Any] | None = None,
-        fix: str,
-        edits: tuple[Edit, ...] = (),
-        safe: bool = True,
-    ) -> None:
-        self.rule = rule
-        self.place = place
-        self.message = message
-        self.evidence: Mapping[str, Any] = {} if evidence is None else evidence
-        self.fix = fix
-        self.edits = edits
-        self.safe = safe
-        self._check()
-
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         if self.edits and not self.rule.fixable:
             raise ValueError(f"rule {self.rule.code}: a finding has edits, but the rule is not fixable; set fixable")
         if self.edits and self.place.file is None:
@@ -377,16 +308,4 @@ class Finding(Frozen):
         return finding_html(self)
 
 
-# No regular expressions: these run for every rule at each start of the linter.
-
-
-def _is_code(text: str) -> bool:
-    """Return whether a text is two to ten capital letters and three digits."""
-    letters, digits = text[:-3], text[-3:]
-    are_letters = letters.isalpha() and letters.isupper()
-    return text.isascii() and 2 <= len(letters) <= 10 and are_letters and len(digits) == 3 and digits.isdigit()
-
-
-def _is_kebab_case(text: str) -> bool:
-    """Return whether a text is lower-case words and digits joined by hyphens."""
-    return text.isascii() and text == text.lower() and all(word.isalnum() for word in text.split("-"))
+Findings = Iterator[Finding]  # what a check of a rule yields

@@ -6,9 +6,7 @@ load in a few milliseconds. A record lists its fields in ``__slots__`` and sets 
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
-if TYPE_CHECKING:
-    from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 __all__ = ["Frozen"]
 

@@ -54,7 +54,13 @@ def text(words: object) -> str:
 
 def prose(words: str) -> str:
     """Return text as HTML: `names` in backquotes and indented lines become code."""
-    return "<br>".join(_line(line) for line in words.split("\n"))
+    lines = []
+    for line in words.split("\n"):
+        if line.startswith(" "):
+            lines.append(f'<code style="{MONO};white-space:pre-wrap">{text(line)}</code>')
+        else:
+            lines.append(re.sub("`([^`]+)`", lambda name: f'<code style="{MONO}">{name[1]}</code>', text(line)))
+    return "<br>".join(lines)
 
 
 def code(words: object) -> str:
@@ -135,12 +141,6 @@ def finding_html(finding: Finding, *, lines: Mapping[int, str] | None = None, de
         + paragraph(f"<b>Fix:</b> {prose(finding.fix)}"),
         str(finding.severity),
     )
-
-
-def _line(line: str) -> str:
-    if line.startswith(" "):
-        return f'<code style="{MONO};white-space:pre-wrap">{text(line)}</code>'
-    return re.sub("`([^`]+)`", lambda name: f'<code style="{MONO}">{name[1]}</code>', text(line))
 
 
 def _cell(tag: str, markup: str, side: str) -> str:

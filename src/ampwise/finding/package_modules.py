@@ -9,7 +9,7 @@ __all__ = ["module_names"]
 
 
 def module_names(folders: Iterable[str]) -> list[str]:
-    """Return the names of the public modules in a package's ``__path__``.
+    """Return the names of the public modules and packages in a package's ``__path__``.
 
     Like ``pkgutil.iter_modules``, which imports ``inspect`` and would slow down every start of the command line.
     """
@@ -18,9 +18,11 @@ def module_names(folders: Iterable[str]) -> list[str]:
         try:
             files = os.listdir(folder)  # noqa: PTH208 (pathlib is slow to import)
         except OSError:  # a zip file that Python imports from
+            files = []
+        names = {file.removesuffix(".py") for file in files if file.endswith(".py") or "." not in file}
+        if all(name.startswith("_") for name in names):  # in a zip, or without source files
             import pkgutil
 
-            found.update(module.name for module in pkgutil.iter_modules([folder]))
-        else:
-            found.update(file.removesuffix(".py") for file in files if file.endswith(".py"))
+            names = {module.name for module in pkgutil.iter_modules([folder])}
+        found |= names
     return sorted(name for name in found if not name.startswith("_"))

@@ -7,6 +7,7 @@ null would mean "unknown". Values of other types become their text.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,34 +104,18 @@ def to_json_types(value: Any, depth: int = 0) -> Any:
         return value
     if isinstance(value, str):
         return _valid(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return _number(float(value))
     if depth < DEEPEST and isinstance(value, Mapping):
         return {_valid(str(key)): to_json_types(part, depth + 1) for key, part in value.items()}
     if depth < DEEPEST and isinstance(value, (list, tuple, set, frozenset)):
         return [to_json_types(part, depth + 1) for part in value]
-    return _rarer(value)
-
-
-def _rarer(value: Any) -> Any:
-    """Convert other numbers, such as numpy's, to Python's; anything else to its text."""
-    import numbers
-
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return _number(float(value))
-    return _valid(str(value))
-
-
-def _number(value: float) -> float | str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return value
+    if isinstance(value, int) or (not isinstance(value, float) and isinstance(value, numbers.Integral)):
+        return int(value)  # numpy's, too
+    if not isinstance(value, (float, numbers.Real)):
+        return _valid(str(value))
+    number = float(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
 def _valid(text: str) -> str:

@@ -19,11 +19,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
-    from typing import Any, TextIO
-
     from rich.console import Console
     from rich.table import Table
 
@@ -38,6 +36,7 @@ __all__ = [
     "print_tables",
     "printable",
     "printable_lines",
+    "progress_line",
     "redraw",
     "say",
     "table",
@@ -163,15 +162,28 @@ def paint(text: str, style: str, colour: bool) -> str:
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if colour and text else text
 
 
-def printable(text: str) -> str:
+def printable(text: str, kept: str = "") -> str:
     r"""Return ``text`` in one line, with escapes for characters that move the cursor, or hide or reorder others.
 
-    Messages and file names come from untrusted scripts, and people trust what they read in a log.
+    Messages and file names come from untrusted scripts, and people trust what they read in a log. The control
+    characters in ``kept`` stay.
 
     >>> print(printable("loss\x1b[2Jgone\nnext"))
     loss\x1b[2Jgone\nnext
     """
-    return _cleaned(text)
+    plain = text
+    for char in kept:
+        plain = plain.replace(char, "")
+    if plain.isprintable() and (plain.isascii() or INVISIBLE.isdisjoint(plain)):
+        return text
+    import unicodedata  # slow to import, and rarely needed
+
+    def shown(char: str) -> str:
+        # Zs: the no-break and the ideographic space are common in text, although Python treats them as unprintable.
+        harmless = char not in INVISIBLE if char.isprintable() else unicodedata.category(char) == "Zs"
+        return char if harmless or char in kept else char.encode("unicode_escape").decode("ascii")
+
+    return "".join(map(shown, text))
 
 
 def printable_lines(text: str, *, colour: bool = False) -> str:
@@ -182,11 +194,11 @@ def printable_lines(text: str, *, colour: bool = False) -> str:
     next
     """
     if not colour or "\x1b" not in text:
-        return _cleaned(text, LINES)
+        return printable(text, LINES)
     import re  # rarely needed
 
     parts = re.split(OUR_STYLES, text)  # every second part is a style
-    return "".join(part if number % 2 else _cleaned(part, LINES) for number, part in enumerate(parts))
+    return "".join(part if number % 2 else printable(part, LINES) for number, part in enumerate(parts))
 
 
 def encodable(text: str, encoding: str) -> str:
@@ -244,6 +256,22 @@ def redraw(line: str, stream: TextIO) -> None:
     flush(stream)
 
 
+@contextmanager
+def progress_line(
+    first: str, template: str, *, prefix: str = "", quiet: bool = False
+) -> Iterator[Callable[[str], None]]:
+    """Show the current phase on stderr: in place on a terminal, beginning with ``first``, else one line per phase."""
+    if quiet:
+        yield lambda phase: None
+    elif not sys.stderr.isatty():
+        yield lambda phase: say(prefix + template, phase)
+    else:
+        from rich.text import Text
+
+        with console(sys.stderr).status(first) as status:  # Text: a name is not markup
+            yield lambda phase: status.update(Text(printable(template.format(phase))))
+
+
 def flush(stream: TextIO) -> None:
     """Flush a stream; OutputError if that fails."""
     with output_errors():
@@ -271,29 +299,6 @@ def _is_terminal(stream: TextIO) -> bool:
     """Return whether a stream is a terminal; a replacement for stderr may have no ``isatty``."""
     isatty = getattr(stream, "isatty", None)
     return bool(isatty is not None and isatty())
-
-
-def _cleaned(text: str, kept: str = "") -> str:
-    """Return ``text`` with escapes for control and invisible characters, except those in ``kept``."""
-    plain = text
-    for char in kept:
-        plain = plain.replace(char, "")
-    if plain.isprintable() and (plain.isascii() or INVISIBLE.isdisjoint(plain)):
-        return text
-    return "".join(char if char in kept or _is_harmless(char) else _escaped(char) for char in text)
-
-
-def _is_harmless(char: str) -> bool:
-    if char.isprintable():
-        return char not in INVISIBLE
-    import unicodedata  # slow to import, and rarely needed
-
-    # Zs: the no-break and the ideographic space are common in text, although Python treats them as unprintable.
-    return unicodedata.category(char) == "Zs"
-
-
-def _escaped(char: str) -> str:
-    return char.encode("unicode_escape").decode("ascii")
 
 
 def _instead(error: UnicodeError) -> tuple[str, int]:

@@ -42,14 +42,18 @@ NAMED_BATCHES = 5
 LONGEST = 300  # characters of an external text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GuardEvent:
     """Something that happened in a guarded run."""
 
     name: ClassVar[str]
     level: ClassVar[Level]
+    static_advice: ClassVar[str] = ""  # for ``advice``, where it does not depend on what happened
 
     step: int | None = None
+
+    def __init_subclass__(cls, *, name: str, level: Level) -> None:
+        cls.name, cls.level = name, level
 
     @property
     def message(self) -> str:
@@ -59,7 +63,7 @@ class GuardEvent:
     @property
     def advice(self) -> str:
         """What to do about it, in sentences; empty if nothing."""
-        return ""
+        return self.static_advice
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -68,14 +72,8 @@ class GuardEvent:
 
     def logged(self) -> LoggedEvent:
         """Return the event as plain data, for a record."""
-        return LoggedEvent(
-            name=self.name,
-            level=self.level,
-            message=self.message,
-            step=self.step,
-            advice=self.advice,
-            fields=self.fields,
-        )
+        parts = ("name", "level", "message", "step", "advice", "fields")
+        return LoggedEvent(**{part: getattr(self, part) for part in parts})
 
     def as_dict(self) -> dict[str, Any]:
         """Return the event as valid JSON data, for an alert: name, level, message, step, advice, fields."""
@@ -85,16 +83,13 @@ class GuardEvent:
 # Recovery
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSkipped(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class StepSkipped(GuardEvent, name="step-skipped", level="info"):
     """A skipped step that was not an ordinary overflow of scaled gradients.
 
     A NaN in the gradients makes every weight NaN in one update, so the update is skipped, in any precision. Overflows
     while a scaler searches for its scale are normal and not reported.
     """
-
-    name = "step-skipped"
-    level = "info"
 
     step: int
     loss: float | None
@@ -113,12 +108,14 @@ class StepSkipped(GuardEvent):
         return f"the step was skipped: {bad}{_streak(self.streak, 'bad step')}; the weights are unchanged"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleAtFloor(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class ScaleAtFloor(GuardEvent, name="scale-at-floor", level="warning"):
     """Gradients overflow at the lowest loss scale allowed: the scale is not the cause."""
 
-    name = "scale-at-floor"
-    level = "warning"
+    static_advice = (
+        "See the finding that reports the operation (AMP9...). If the model keeps overflowing in FP16, train it in "
+        "BF16, or keep the operation in FP32."
+    )
 
     step: int
     scale: float
@@ -130,20 +127,15 @@ class ScaleAtFloor(GuardEvent):
         limit = f"the loss scale at its lower limit of {scale_text(self.scale)}"
         return f"{steps} overflowed with {limit}: a lower scale will not help"
 
-    @property
-    def advice(self) -> str:
-        return (
-            "See the finding that reports the operation (AMP9...). If the model keeps overflowing in FP16, train it in "
-            "BF16, or keep the operation in FP32."
-        )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolledBack(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class RolledBack(GuardEvent, name="rolled-back", level="warning"):
     """The state of an earlier step was restored; bad batches are skipped from now on, also after a later resume."""
 
-    name = "rolled-back"
-    level = "warning"
+    static_advice = (
+        "Inspect the reported batches: the data may be bad. If the run keeps rolling back, lower the learning rate "
+        "or clip gradients harder."
+    )
 
     step: int  # at which the rollback was decided
     to_step: int
@@ -172,23 +164,15 @@ class RolledBack(GuardEvent):
             f"{_time(self.milliseconds / 1e3)}, because {_one_line(self.cause)}; {data}"
         )
 
-    @property
-    def advice(self) -> str:
-        return (
-            "Inspect the reported batches: the data may be bad. If the run keeps rolling back, lower the learning rate "
-            "or clip gradients harder."
-        )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrecisionChanged(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class PrecisionChanged(GuardEvent, name="precision-changed", level="warning"):
     """The run switched to a wider format, because neither skipping, nor a lower scale, nor rolling back helped.
 
     Step times before and after are not comparable, and accuracy hardly is.
     """
 
-    name = "precision-changed"
-    level = "warning"
+    static_advice = "Use this precision from the start, so that the next run loses no steps."
 
     step: int
     before: str
@@ -202,17 +186,10 @@ class PrecisionChanged(GuardEvent):
         cause = f", because {_one_line(self.cause)}" if self.cause else ""
         return f"the precision was changed from {_one_line(self.before)} to {_one_line(self.after)}{only}{cause}"
 
-    @property
-    def advice(self) -> str:
-        return "Use this precision from the start, so that the next run loses no steps."
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrecisionRestored(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class PrecisionRestored(GuardEvent, name="climbed-back", level="info"):
     """The run returned to its previous precision after a healthy period."""
-
-    name = "climbed-back"
-    level = "info"
 
     step: int
     before: str
@@ -227,12 +204,9 @@ class PrecisionRestored(GuardEvent):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingStopped(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class TrainingStopped(GuardEvent, name="training-stopped", level="error"):
     """No recovery helped, and training was stopped."""
-
-    name = "training-stopped"
-    level = "error"
 
     step: int
     cause: str
@@ -265,12 +239,9 @@ class TrainingStopped(GuardEvent):
         return f"{look}Fix the cause, then start the same command again: {from_where}."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSpike(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class LossSpike(GuardEvent, name="loss-spike", level="warning"):
     """A finite loss far above its usual noise."""
-
-    name = "loss-spike"
-    level = "warning"
 
     step: int
     loss: float
@@ -299,12 +270,9 @@ class LossSpike(GuardEvent):
 # Checkpoints
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFailed(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(GuardEvent, name="checkpoint-failed", level="error"):
     """A checkpoint could not be written; training continues."""
-
-    name = "checkpoint-failed"
-    level = "error"
 
     step: int
     directory: str
@@ -339,12 +307,11 @@ class CheckpointFailed(GuardEvent):
         }[self.kind]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointLate(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class CheckpointLate(GuardEvent, name="checkpoint-late", level="warning"):
     """A checkpoint takes longer to write than the checkpoint interval; training does not wait for it."""
 
-    name = "checkpoint-late"
-    level = "warning"
+    static_advice = "Write to a faster disk, or save checkpoints less often."
 
     step: int
     seconds: float  # duration, so far
@@ -354,17 +321,12 @@ class CheckpointLate(GuardEvent):
     def message(self) -> str:
         return f"a checkpoint has been in progress for {_time(self.seconds)}, but one is due every {_time(self.every)}"
 
-    @property
-    def advice(self) -> str:
-        return "Write to a faster disk, or save checkpoints less often."
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointDamaged(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class CheckpointDamaged(GuardEvent, name="checkpoint-damaged", level="warning"):
     """A checkpoint that was not used because its contents are damaged."""
 
-    name = "checkpoint-damaged"
-    level = "warning"
+    static_advice = "Check the disk, and whatever copied the folder. The damaged checkpoint is left in place."
 
     path: str
     why: str
@@ -375,17 +337,15 @@ class CheckpointDamaged(GuardEvent):
         instead = f"{_one_line(self.instead)} is used instead" if self.instead else "there is no other complete one"
         return f"the checkpoint is damaged: {_one_line(self.why)}; {instead}"
 
-    @property
-    def advice(self) -> str:
-        return "Check the disk, and whatever copied the folder. The damaged checkpoint is left in place."
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsNotFinite(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class WeightsNotFinite(GuardEvent, name="weights-not-finite", level="error"):
     """Weights or optimizer state that contain inf or NaN and would have been saved."""
 
-    name = "weights-not-finite"
-    level = "error"
+    static_advice = (
+        "If the loss is not finite either, the guard rolls back to the last good state. Lower the learning rate, "
+        "and check what else writes to the reported tensors; a single huge batch can corrupt BatchNorm statistics."
+    )
 
     step: int
     names: tuple[str, ...]  # some of them
@@ -398,23 +358,18 @@ class WeightsNotFinite(GuardEvent):
         which = f": {_names(self.names, self.count)}" if self.names else ""
         return f"{tensors} not finite, so the {self.where} was discarded{which}"
 
-    @property
-    def advice(self) -> str:
-        return (
-            "If the loss is not finite either, the guard rolls back to the last good state. Lower the learning rate, "
-            "and check what else writes to the reported tensors; a single huge batch can corrupt BatchNorm statistics."
-        )
-
 
 # The machine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutOfMemory(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class StepOutOfMemory(GuardEvent, name="out-of-memory", level="warning"):
     """A step ran out of memory; if splitting is allowed, its batch is run in pieces whose gradients are summed."""
 
-    name = "out-of-memory"
-    level = "warning"
+    static_advice = (
+        "Use a smaller batch with accumulation, or activation checkpointing; "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps against fragmentation."
+    )
 
     step: int
     pieces: int  # that its batch is now split into
@@ -429,20 +384,10 @@ class StepOutOfMemory(GuardEvent):
             then = "splitting the batch is not allowed, so the step was not taken"
         return f"the step ran out of memory; {then} ({_one_line(self.error)})"
 
-    @property
-    def advice(self) -> str:
-        return (
-            "Use a smaller batch with accumulation, or activation checkpointing; "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps against fragmentation."
-        )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preempted(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class Preempted(GuardEvent, name="preempted", level="info"):
     """A signal ended the run: it finished its step, saved a checkpoint and exited."""
-
-    name = "preempted"
-    level = "info"
 
     step: int
     signal: str
@@ -464,12 +409,13 @@ class Preempted(GuardEvent):
         return "Start the same command again: it continues from the newest complete checkpoint, which is older."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLost(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class RankLost(GuardEvent, name="rank-lost", level="error"):
     """Another rank died or hangs."""
 
-    name = "rank-lost"
-    level = "error"
+    static_advice = (
+        "Check the output of the other ranks: the first one to fail shows the cause. Then start the same command again."
+    )
 
     step: int
     waited: float  # seconds; 0 if its connection was closed
@@ -485,24 +431,18 @@ class RankLost(GuardEvent):
             last = "there is no complete checkpoint yet"
         return f"{how}, so this one stops ({_one_line(self.error)}); {last}"
 
-    @property
-    def advice(self) -> str:
-        return (
-            "Check the output of the other ranks: the first one to fail shows the cause. Then start the same command "
-            "again."
-        )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RanksChanged(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class RanksChanged(GuardEvent, name="ranks-changed", level="info"):
     """The run was resumed with a different number of ranks.
 
     Weights and optimizer state are resharded and unchanged. Random numbers and the position in the data are per rank:
     the run is not bitwise identical to an uninterrupted one.
     """
 
-    name = "ranks-changed"
-    level = "info"
+    static_advice = (
+        "Keep the effective batch size: change the per-rank batch size or the accumulation by the same factor."
+    )
 
     before: int
     after: int
@@ -516,17 +456,10 @@ class RanksChanged(GuardEvent):
             "restarts the epoch's data"
         )
 
-    @property
-    def advice(self) -> str:
-        return "Keep the effective batch size: change the per-rank batch size or the accumulation by the same factor."
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LockTakenOver(GuardEvent):
+@dataclass(frozen=True, kw_only=True)
+class LockTakenOver(GuardEvent, name="lock-taken-over", level="info"):
     """The folder held a stale lock of a run that has ended."""
-
-    name = "lock-taken-over"
-    level = "info"
 
     pid: int
     host: str

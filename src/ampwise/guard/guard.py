@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import time
 import weakref
 from collections import deque
@@ -17,11 +18,10 @@ from torch import Tensor
 
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
-from ampwise.guard.checkpointing import CheckpointManager
+from ampwise.guard.checkpointing import Checkpointing, Interval, seconds
 from ampwise.guard.data_position import DataPosition
 from ampwise.guard.disk.catalog import SavedCheckpoint, checkpoints, clear_leftovers
 from ampwise.guard.disk.lock import DirectoryLock
-from ampwise.guard.durations import Interval, seconds
 from ampwise.guard.events import GuardEvent, LockTakenOver, Preempted, RankLost, StepOutOfMemory
 from ampwise.guard.ladder import Ladder, LadderFacts
 from ampwise.guard.rank_agreement import LostRank, RankAgreement
@@ -29,10 +29,9 @@ from ampwise.guard.recovery import Recovery
 from ampwise.guard.reporter import EventReporter, OnEvent
 from ampwise.guard.resuming import CheckpointLoader
 from ampwise.guard.script_changes import ScriptChanges
-from ampwise.guard.state import TrainingState
+from ampwise.guard.state import AveragedModels, TrainingState
 from ampwise.guard.stopping import STOPPED_EXIT_CODE, Signals, Stopped, Watchdog
-from ampwise.guard.weight_averages import AveragedModels
-from ampwise.train.batch_pieces import batch_length
+from ampwise.train.batches import batch_length
 from ampwise.train.callback import Callback
 from ampwise.train.engine import Engine
 from ampwise.train.step import Step
@@ -40,16 +39,7 @@ from ampwise.train.step import Step
 __all__ = ["Guard"]
 
 CAPSULES = "capsules"  # folder in the guard's directory with capsules of steps that stopped the training
-LOST_RANK_MESSAGES = (
-    "Connection closed by peer",
-    "Connection reset",
-    "NCCL",
-    "Gloo",
-    "gloo",
-    "Broken pipe",
-    "timed out",
-    "Timed out",
-)
+LOST_RANK = re.compile("Connection closed by peer|Connection reset|NCCL|[Gg]loo|Broken pipe|[Tt]imed out")
 
 
 class Guard(Callback):
@@ -116,7 +106,7 @@ class Guard(Callback):
         prints = self._agreement.rank == 0
         self._reporter = EventReporter(on_event, prints=prints)
         training_state = TrainingState(engine, state or {})
-        self._checkpointing = CheckpointManager(
+        self._checkpointing = Checkpointing(
             self.directory,
             engine,
             training_state,
@@ -128,7 +118,7 @@ class Guard(Callback):
             snapshots_on=snapshots_on,
             extra_state=self._extra_state,
         )
-        self._changes = ScriptChanges(engine, state or {}, override, self._reporter.log)
+        self._changes = ScriptChanges(engine, state or {}, override)
         self._position = DataPosition(
             self.directory, writes=prints, log=self._reporter.log, override=self._changes.overrides("data")
         )
@@ -170,9 +160,15 @@ class Guard(Callback):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None:
-                self._finish()
-            elif self._is_lost_rank(error):
+            if error is None and self._started and not self._closed:
+                self._judge_remaining()
+                if any(self._agreement.gather(self._stop_requested or bool(self._signals.caught))):
+                    self._preempted()
+                if self._engine.accumulating:
+                    self._reporter.log("the training ended in the middle of gradient accumulation, which is not saved")
+                elif self._number:
+                    self._checkpointing.save_now(self._number)
+            elif error is not None and self._is_lost_rank(error):
                 self._stop_for_lost_rank(error)
         except LostRank as lost:
             self._stop_for_lost_rank(lost)
@@ -192,7 +188,7 @@ class Guard(Callback):
             self._attached = True
             self._agreement.run_on_all(self._take_directory)
             self._started = True
-            self._finalizer = weakref.finalize(self, _release, self._lock)
+            self._finalizer = weakref.finalize(self, self._lock.release)
             self._start()
             self._averages.hook()
         except BaseException as error:
@@ -219,21 +215,24 @@ class Guard(Callback):
             self._lock.acquire()
             clear_leftovers(self.directory)  # now, because a run that is already complete saves nothing later
 
-    def _record_start(self) -> None:
-        """Record the script's settings and the start of its data."""
-        self._changes.begin()
-        self._position.begin()
-
     def _start(self) -> None:
         if self._lock.stale:
             holder = self._lock.holder_before
             self._reporter.report(LockTakenOver(pid=holder.pid, host=holder.host, since=holder.since))
-        self._agreement.run_on_all(self._record_start)
+
+        def begin() -> None:
+            self._changes.begin()
+            self._position.begin()
+            if not self._resumes and self._agreement.rank == 0 and checkpoints(self.directory):
+                raise BadInput(
+                    f"Guard({str(self.directory)!r}, resume=False): the directory has checkpoints. Name another "
+                    "directory, or resume from it: resume=True."
+                )
+
+        self._agreement.run_on_all(begin)
         self._position.passed_over = self._agreement.broadcast(self._position.passed_over)
         resumed = self._resuming.newest() if self._resumes else None
         checkpoint, plain = resumed if resumed is not None else (None, {})
-        if checkpoint is None and not self._resumes:
-            self._agreement.run_on_all(self._refuse_existing_checkpoints)
         self._number = 0 if checkpoint is None else checkpoint.step
         if checkpoint is not None:
             self._position.resume(plain.get("data"))
@@ -243,24 +242,6 @@ class Guard(Callback):
             self._reporter.log(f"resuming from {checkpoint.path}, after step {checkpoint.step:,}")
         self._engine.scaler.collapses = False
         self._signals.listen()
-
-    def _refuse_existing_checkpoints(self) -> None:
-        if self._agreement.rank == 0 and checkpoints(self.directory):
-            raise BadInput(
-                f"Guard({str(self.directory)!r}, resume=False): the directory has checkpoints. Name another directory, "
-                "or resume from it: resume=True."
-            )
-
-    def _finish(self) -> None:
-        """Judge the remaining steps, and save the final state."""
-        if self._started and not self._closed:
-            self._judge_remaining()
-            if any(self._agreement.gather(self._stop_requested or bool(self._signals.caught))):
-                self._preempted()
-            if self._engine.accumulating:
-                self._reporter.log("the training ended in the middle of gradient accumulation, which is not saved")
-            elif self._number:
-                self._checkpointing.save_now(self._number)
 
     def close(self) -> None:
         """Release the engine and the directory, after waiting for a checkpoint that is being written."""
@@ -273,17 +254,14 @@ class Guard(Callback):
         if self._attached:
             self._engine.remove_callback(self)
         if self._started:
-            self._release_run()
+            self._signals.stop_listening()
+            self._engine.scaler.collapses = True
+            self._engine.save_bad_steps(None)
+            self._checkpointing.collect(wait=self._wait_for_disk)
+            self._finalizer()
         self._reporter.close()
         if self._started:
             self._signals.resend()  # may end the process
-
-    def _release_run(self) -> None:
-        self._signals.stop_listening()
-        self._engine.scaler.collapses = True
-        self._engine.save_bad_steps(None)
-        self._checkpointing.collect(wait=self._wait_for_disk)
-        self._finalizer()
 
     # Training
 
@@ -301,7 +279,17 @@ class Guard(Callback):
 
     def _batches(self, placed: Iterator[Any]) -> Iterator[Any]:
         windows = iter(self._engine.batches(placed))
-        while (found := self._fetched(windows)) is not None:
+        while True:
+            before = self._position.fetched
+            try:
+                found = next(windows, None)
+            except Exception:
+                # The signal may have ended loader workers, too: stop, unless a window is half read.
+                if self._signalled_alone and self._position.fetched == before:
+                    self._preempted()
+                raise
+            if found is None:
+                break
             place, batch = found
             self._position.taken(place)
             yield batch
@@ -310,16 +298,6 @@ class Guard(Callback):
                 self.on_step_begin()
         if self._judge_remaining() and (remaining := self._position.remaining()) is not None:
             yield from self._batches(remaining)
-
-    def _fetched(self, windows: Iterator[Any]) -> Any | None:
-        """Return the next batch and its position; None after the last. Stop if a signal also ended loader workers."""
-        before = self._position.fetched
-        try:
-            return next(windows, None)
-        except Exception:
-            if self._signalled_alone and self._position.fetched == before:  # else a window is half read
-                self._preempted()
-            raise
 
     @property
     def _signalled_alone(self) -> bool:
@@ -402,7 +380,7 @@ class Guard(Callback):
     def before_update(self, number: int, loss: Tensor | None) -> None:
         """Make the device wait for snapshot copies that are still running."""
         self._updating = True
-        self._checkpointing.before_update()
+        self._checkpointing.snapshots.before_update()
 
     def after_step(self, step: Step) -> None:
         """After a step: judge the latest step whose results the host has."""
@@ -436,17 +414,16 @@ class Guard(Callback):
             busy=self._checkpointing.busy,
             ends=ends,
         )
-        if judged is not None and self._recovery.judge(self._facts(judged, agreed.loss)):
+        scaler = self._engine.scaler
+        if judged is not None and self._recovery.judge(
+            LadderFacts(judged.number, judged.skipped, agreed.loss, judged.scale, scaler.is_enabled(), scaler.min_scale)
+        ):
             self._unjudged.clear()
             self._number = self._engine.applied_steps + self._engine.skipped_steps
             return True
         self._stop_requested = self._stop_requested or agreed.ends
         self._checkpointing.after(self._number, agreed)
         return False
-
-    def _facts(self, step: Step, loss: float) -> LadderFacts:
-        scaler = self._engine.scaler
-        return LadderFacts(step.number, step.skipped, loss, step.scale, scaler.is_enabled(), scaler.min_scale)
 
     def _extra_state(self) -> dict[str, Any]:
         """State that is saved besides the engine's."""
@@ -476,7 +453,7 @@ class Guard(Callback):
         if not self._agreement.distributed or isinstance(error, Stopped):
             return False
         return isinstance(error, LostRank) or (
-            isinstance(error, RuntimeError) and any(words in str(error) for words in LOST_RANK_MESSAGES)
+            isinstance(error, RuntimeError) and LOST_RANK.search(str(error)) is not None
         )
 
     def _stop_for_lost_rank(self, error: BaseException) -> None:
@@ -509,7 +486,9 @@ class Guard(Callback):
         while True:
             self._engine.drop_window()
             error.__traceback__ = None  # it keeps the step's tensors alive
-            _release_memory()
+            gc.collect()
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
             if not first:
                 self._halve(error, what)
             first = False
@@ -536,13 +515,3 @@ class Guard(Callback):
             self._forget_microbatches()
             raise error
         self._pieces = pieces
-
-
-def _release_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
-def _release(lock: DirectoryLock) -> None:
-    lock.release()

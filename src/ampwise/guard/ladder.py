@@ -115,24 +115,21 @@ class LadderState:
             self.healthy, self.trouble = 0, max(self.trouble, facts.number)
             return RecoveryAction.ROLL_BACK
         if not facts.bad:
-            return self._after_good_step(facts.number)
+            self.streak.clear()
+            self.healthy += 1
+            # Count only past the bad step: earlier steps were good the first time and prove nothing when repeated.
+            if self.healthy >= self._ladder.healthy and facts.number >= self.trouble + self._ladder.healthy:
+                self.rollbacks = 0
+                self.tried.clear()
+            if self.widened and self.climb_after is not None and self.healthy >= self.climb_after:
+                self.healthy = 0
+                return RecoveryAction.CLIMB
+            return RecoveryAction.GO_ON
         if facts.settling:
             return RecoveryAction.SETTLE
         self.healthy, self.trouble = 0, max(self.trouble, facts.number)
         self.streak.append(facts.number)
         return RecoveryAction.ROLL_BACK if len(self.streak) >= self._ladder.skips else RecoveryAction.SKIP
-
-    def _after_good_step(self, number: int) -> RecoveryAction:
-        self.streak.clear()
-        self.healthy += 1
-        # Count only past the bad step: earlier steps were good the first time and prove nothing when repeated.
-        if self.healthy >= self._ladder.healthy and number >= self.trouble + self._ladder.healthy:
-            self.rollbacks = 0
-            self.tried.clear()
-        if self.widened and self.climb_after is not None and self.healthy >= self.climb_after:
-            self.healthy = 0
-            return RecoveryAction.CLIMB
-        return RecoveryAction.GO_ON
 
     def rung(self, *, goes_back: bool, cause: str, wider: bool, spike: bool = False) -> RecoveryAction:
         """Choose the next rung. goes_back: a rollback would change the state; wider: a wider precision exists."""

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ampwise.finding import Finding
-from ampwise.guard.background_saver import non_finite_tensors
-from ampwise.guard.checkpointing import CheckpointManager
+from ampwise.guard.checkpointing import Checkpointing, non_finite_tensors
 from ampwise.guard.data_position import DataPosition
 from ampwise.guard.events import (
     LossSpike,
@@ -25,7 +24,6 @@ from ampwise.guard.ladder import Ladder, LadderFacts, LadderState, RecoveryActio
 from ampwise.guard.rank_agreement import RankAgreement
 from ampwise.guard.reporter import EventReporter
 from ampwise.guard.resuming import CheckpointLoader
-from ampwise.guard.snapshots import MemorySnapshot
 from ampwise.guard.state import TrainingState
 from ampwise.guard.stopping import STOPPED_EXIT_CODE, Stopped
 from ampwise.trace.capsule.saving import Capsules
@@ -51,7 +49,7 @@ class Diagnosis(NamedTuple):
     patterns: tuple[str, ...] = ()  # modules that, as the tracer has tried, fix it if kept in FP32
     capsule: str = ""
     build: str = ""  # function that builds the capsule's model
-    narrow: tuple[str, ...] = ()  # layers whose values do not fit in FP8
+    narrow: tuple[str, ...] = ()  # FP8 layers that a finding is about: their values do not fit
 
 
 def diagnose(found: Sequence[Finding]) -> Diagnosis:
@@ -77,7 +75,7 @@ class Recovery:
         ladder: Ladder,
         engine: Engine,
         training_state: TrainingState,
-        checkpointing: CheckpointManager,
+        checkpointing: Checkpointing,
         resuming: CheckpointLoader,
         position: DataPosition,
         agreement: RankAgreement,
@@ -116,12 +114,25 @@ class Recovery:
         if not facts.skipped:
             self._last_applied = facts.number
         move = self.standing.move(facts)
-        if move is RecoveryAction.GO_ON:
-            self._go_on(facts)
+        if move is RecoveryAction.GO_ON and self.standing.healthy >= self._ladder.healthy:
+            self._checkpointing.trust(facts.number, self._ladder.healthy)
         elif move is RecoveryAction.SKIP:
-            self._skip(facts)
+            streak = len(self.standing.streak)
+            if facts.at_floor and math.isfinite(facts.loss):  # a NaN loss is not caused by the scale
+                self._reporter.report(ScaleAtFloor(step=facts.number, scale=facts.scale, streak=streak))
+            else:
+                scale = facts.scale if facts.scaled else None
+                self._reporter.report(
+                    StepSkipped(step=facts.number, loss=facts.loss, scale=scale, streak=streak, scaled=facts.scaled)
+                )
         elif move is RecoveryAction.CLIMB:
-            self._climb(facts)
+            before, healthy = self._engine.precision, self.standing.climb_after or 0
+            self._engine.change_precision(self._before.pop())
+            after = self._engine.precision
+            self.standing.taken(RecoveryAction.CLIMB, f"{after.upper()} again")
+            self._reporter.report(
+                PrecisionRestored(step=facts.number, before=before, after=after, healthy_steps=healthy)
+            )
         elif move is RecoveryAction.ROLL_BACK:
             return self._next_rung(facts)
         return False
@@ -132,31 +143,11 @@ class Recovery:
         spike = self._spikes.add(facts.number, facts.loss)
         if spike is None:
             return facts
-        goes_back = self._ladder.on_spike == "rollback"
+        action: Literal["rollback", "none"] = "rollback" if self._ladder.on_spike == "rollback" else "none"
         self._reporter.report(
-            LossSpike(
-                step=facts.number,
-                loss=spike.loss,
-                usual=spike.usual,
-                spreads=spike.spreads,
-                action="rollback" if goes_back else "none",
-            )
+            LossSpike(step=facts.number, loss=spike.loss, usual=spike.usual, spreads=spike.spreads, action=action)
         )
         return facts._replace(spike=True)
-
-    def _go_on(self, facts: LadderFacts) -> None:
-        if self.standing.healthy >= self._ladder.healthy:
-            self._checkpointing.trust(facts.number, self._ladder.healthy)
-
-    def _skip(self, facts: LadderFacts) -> None:
-        streak = len(self.standing.streak)
-        if facts.at_floor and math.isfinite(facts.loss):  # a NaN loss is not caused by the scale
-            self._reporter.report(ScaleAtFloor(step=facts.number, scale=facts.scale, streak=streak))
-            return
-        scale = facts.scale if facts.scaled else None
-        self._reporter.report(
-            StepSkipped(step=facts.number, loss=facts.loss, scale=scale, streak=streak, scaled=facts.scaled)
-        )
 
     # The rungs
 
@@ -165,11 +156,25 @@ class Recovery:
         found = self._agreement.broadcast(seen)
         if found.capsule:
             self._capsule, self._build = found.capsule, found.build
-        goes_back = facts.spike or self._would_change()
+        goes_back = facts.spike
+        if not facts.spike:  # a rollback changes the state if a step was applied since, or weights are not finite
+            good = self._checkpointing.snapshots.good
+            assert good is not None, "there is one from the beginning"
+            live = self._training_state.live()
+            values = {name: local_shard(tensor) for name, tensor in live.tensors.items() if name not in live.transient}
+            changes = self._last_applied > good.step or bool(non_finite_tensors(values, live.moving))
+            goes_back = any(self._agreement.gather(changes))
         policy = self._wider(found.patterns, found.narrow)
         spike = facts.spike and not facts.bad
+        streak = len(self.standing.streak)
+        if spike:
+            cause = f"the loss jumped to {facts.loss:.4g}"
+        elif found.text:
+            cause = found.text
+        else:
+            cause = "gradients were not finite" if math.isfinite(facts.loss) else f"the loss was {facts.loss:g}"
+            cause += f" in {streak} steps in a row" if streak > 1 else ""
         rung = self.standing.rung(goes_back=goes_back, cause=found.kind, wider=policy is not None, spike=spike)
-        cause = _cause(facts, len(self.standing.streak), found)
         if rung is RecoveryAction.ROLL_BACK:
             self._roll_back(facts, cause)
         elif rung is RecoveryAction.WIDEN and policy is not None:
@@ -177,16 +182,6 @@ class Recovery:
         elif rung is RecoveryAction.STOP:
             self._stop(facts, cause)
         return rung is not RecoveryAction.GO_ON
-
-    def _would_change(self) -> bool:
-        """Whether a rollback would change the state: a step was applied since, or weights are not finite."""
-        good = self._checkpointing.snapshots.good
-        assert good is not None, "there is one from the beginning"
-        live = self._training_state.live()
-        values = {name: local_shard(tensor) for name, tensor in live.tensors.items() if name not in live.transient}
-        return any(
-            self._agreement.gather(self._last_applied > good.step or bool(non_finite_tensors(values, live.moving)))
-        )
 
     def _roll_back(self, facts: LadderFacts, cause: str) -> None:
         began = time.perf_counter()
@@ -215,22 +210,17 @@ class Recovery:
         self.restores += 1
         good = self._checkpointing.snapshots.good
         assert good is not None, "there is one from the beginning"
+        if older:
+            self._checkpointing.mark_pending()  # only good ones are loaded
         if older and (resumed := self._resuming.earlier(good.step)) is not None:
             checkpoint, plain = resumed
             self._position.go_to(plain.get("data"))
             self._checkpointing.undo_after(checkpoint.step)
             self._checkpointing.begin(checkpoint.step, checkpoint)
             return checkpoint.step, "disk"
-        self._restore_snapshot(good)
-        self._position.go_to(good.plain.get("data"))
-        self._checkpointing.undo_after(good.step)
-        return good.step, "memory"
-
-    def _restore_snapshot(self, good: MemorySnapshot) -> None:
-        """Restore a snapshot. If it or the engine has BF16 weights, restore it in its own precision, without loss, and
-        then change back to the engine's."""
         good.wait()
         policy, then = self._engine.policy, Policy.from_dict(good.plain["engine"]["policy"])
+        # BF16 weights are restored in their own precision, without loss, and then changed to the engine's.
         convert = policy != then and PURE in (policy.base.partition(",")[0], then.base.partition(",")[0])
         if convert:
             self._engine.change_precision(then)
@@ -239,6 +229,9 @@ class Recovery:
         finally:
             if convert:
                 self._engine.change_precision(policy)
+        self._position.go_to(good.plain.get("data"))
+        self._checkpointing.undo_after(good.step)
+        return good.step, "memory"
 
     def _forget_after(self, step: int) -> None:
         self._last_applied = step
@@ -278,14 +271,6 @@ class Recovery:
             PrecisionChanged(step=facts.number, before=was, after=self._engine.precision, modules=modules, cause=cause)
         )
 
-    def _climb(self, facts: LadderFacts) -> None:
-        before, healthy = self._engine.precision, self.standing.climb_after or 0
-        self._engine.change_precision(self._before.pop())
-        self.standing.taken(RecoveryAction.CLIMB, f"{self._engine.precision.upper()} again")
-        self._reporter.report(
-            PrecisionRestored(step=facts.number, before=before, after=self._engine.precision, healthy_steps=healthy)
-        )
-
     def _stop(self, facts: LadderFacts, cause: str) -> None:
         self._checkpointing.collect(wait=True)
         good = self._checkpointing.last_good or self._checkpointing.last
@@ -314,12 +299,3 @@ def _wider_than(precision: str) -> Sequence[str]:
     if precision in WIDER:
         return WIDER[WIDER.index(precision) + 1 :]
     return WIDER[-1:] if precision.startswith(EMULATE) else WIDER[1:]
-
-
-def _cause(facts: LadderFacts, streak: int, found: Diagnosis) -> str:
-    if facts.spike and not facts.bad:
-        return f"the loss jumped to {facts.loss:.4g}"
-    if found.text:
-        return found.text
-    what = "gradients were not finite" if math.isfinite(facts.loss) else f"the loss was {facts.loss:g}"
-    return f"{what} in {streak} steps in a row" if streak > 1 else what

@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
+from ampwise.finding.registry import run_checks
 from ampwise.finding.terminal import log_line
 from ampwise.guard.events import GuardEvent, RankLost
 from ampwise.report.printers import log_findings
-from ampwise.rules import run_checks
 from ampwise.runs.events import EVENT_LISTENERS
 from ampwise.trace.bad_steps import FINDING_LISTENERS
 
@@ -24,7 +24,6 @@ __all__ = ["EventReporter", "OnEvent"]
 OnEvent = Callable[[GuardEvent], object]
 Event = TypeVar("Event", bound=GuardEvent)
 
-MOST_WAITING = 1000  # events queued for a slow ``on_event``; further ones are dropped
 CLOSING_S = 10.0  # to wait at the end for ``on_event``
 LONGEST_ERROR = 300  # characters
 
@@ -47,11 +46,7 @@ class EventReporter:
 
     def report(self, event: Event) -> Event:
         """Keep an event, on every rank; rank 0 prints it and passes it on."""
-        try:
-            found = run_checks(event)
-        except Exception as error:  # a rule of a plugin: the training continues
-            found = []
-            log_line("ampwise: warning: a rule failed on the event {}: {}", event.name, repr(error)[:LONGEST_ERROR])
+        found = run_checks(event, keep_going=True)  # the training continues if a rule of a plugin fails
         self.events.append(event)
         self.findings += found
         if self._prints:
@@ -91,18 +86,23 @@ class EventReporter:
 
 
 class _InBackground:
-    """Calls the user's function with each event, in a thread that starts with the first: training never waits for it,
-    and never fails because of it. Its first error is printed."""
+    """Calls the user's function with each event, in order, in one thread that starts with the first.
+
+    Training never waits for it, and never fails because of it. Its first error is printed, and events that it did not
+    get.
+    """
 
     def __init__(self, function: OnEvent) -> None:
         self._function = function
         self._waiting: queue.SimpleQueue[GuardEvent | None] = queue.SimpleQueue()  # put() is safe in signal handlers
         self._thread: threading.Thread | None = None
-        self._complained = False
+        self._failed = self._closed = False
 
     def put(self, event: GuardEvent) -> None:
-        if self._waiting.qsize() < MOST_WAITING:
-            self._waiting.put(event)
+        if self._closed:
+            _warn(f"was not called with {event.name!r}, which came after the guard was closed")
+            return
+        self._waiting.put(event)
         if self._thread is None:
             thread = threading.Thread(target=self._call, name="ampwise-on-event", daemon=True)
             try:
@@ -113,26 +113,32 @@ class _InBackground:
             atexit.register(self.close)
 
     def close(self) -> None:
+        """Wait for the events that were put, for a while."""
+        if self._closed:
+            return
+        self._closed = True
         atexit.unregister(self.close)
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if self._thread is not None:
             self._waiting.put(None)
-            thread.join(CLOSING_S)
-            if thread.is_alive():
-                self._complain("was still busy at the end; it was not waited for")
+            self._thread.join(CLOSING_S)
+            if self._thread.is_alive():
+                left = max(self._waiting.qsize() - 1, 0)
+                further = f"; {left:,} further events did not reach it" if left else ""
+                _warn(f"was still busy at the end; it was not waited for{further}")
+        elif left := self._waiting.qsize():
+            _warn(f"was not called: no thread could be started; {left:,} events did not reach it")
 
     def _call(self) -> None:
         while (event := self._waiting.get()) is not None:
             try:
                 self._function(event)
             except BaseException as error:  # SystemExit too: training continues whatever it does
-                self._complain("failed; it will be called with the next event all the same", error)
+                if not self._failed:
+                    self._failed = True
+                    _warn("failed; it will be called with the next event all the same", error)
 
-    def _complain(self, what: str, error: BaseException | None = None) -> None:
-        """Print a warning, once."""
-        if self._complained:
-            return
-        self._complained = True
-        with suppress(Exception):  # stderr is closed, or the error's own __str__ fails
-            why = "" if error is None else " ".join(f": {type(error).__name__}: {error}".split())[:LONGEST_ERROR]
-            log_line("ampwise: warning: on_event {}{}", what, why)
+
+def _warn(what: str, error: BaseException | None = None) -> None:
+    with suppress(Exception):  # stderr is closed, or the error's own __str__ fails
+        why = "" if error is None else " ".join(f": {type(error).__name__}: {error}".split())[:LONGEST_ERROR]
+        log_line("ampwise: warning: on_event {}{}", what, why)

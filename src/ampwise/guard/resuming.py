@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ampwise.errors import BadInput
 from ampwise.finding.terminal import printable
-from ampwise.guard.background_saver import non_finite_tensors
-from ampwise.guard.disk.catalog import DamagedCheckpoint, SavedCheckpoint, checkpoints, verify
+from ampwise.guard.checkpointing import non_finite_tensors
+from ampwise.guard.data_position import epoch_start
+from ampwise.guard.disk.catalog import DamagedCheckpoint, SavedCheckpoint, checkpoints
 from ampwise.guard.events import CheckpointDamaged, RanksChanged
-from ampwise.guard.exact_json import from_json
 from ampwise.guard.rank_agreement import RankAgreement
 from ampwise.guard.reporter import EventReporter
-from ampwise.guard.resumable_data import epoch_start
 from ampwise.guard.script_changes import ScriptChanges
 from ampwise.guard.state import TrainingState
+from ampwise.runs.plain_data import from_json
 from ampwise.trace.value_ranges import local_shard
 from ampwise.train.engine import Engine
 from ampwise.train.precision.policy import Policy
+
+if TYPE_CHECKING:
+    from ampwise.guard.disk.reading import CheckpointReader
 
 __all__ = ["CheckpointLoader", "LoadedCheckpoint"]
 
@@ -50,15 +53,17 @@ class CheckpointLoader:
         """
         found = self._agreement.broadcast(self._agreement.run_on_all(self._found))
         troubles: list[tuple[str, str]] = []
+        policy = self._engine.policy
         for checkpoint in found:
             if checkpoint.undone:
                 continue
-            trouble = checkpoint.trouble or self._trouble(checkpoint)
+            trouble = checkpoint.trouble
             if not trouble:
                 try:
                     plain = self.read(checkpoint, resumes=True)
                 except DamagedCheckpoint as error:
-                    trouble = str(error)
+                    trouble = str(error).removeprefix(f"{checkpoint.path} cannot be read: ")
+                    self._set_precision(policy)
                 else:
                     self._report(troubles, str(checkpoint.path))
                     return checkpoint, plain
@@ -95,34 +100,29 @@ class CheckpointLoader:
     def _found(self) -> list[SavedCheckpoint]:
         return checkpoints(self._directory) if self._agreement.rank == 0 else []
 
-    def _trouble(self, checkpoint: SavedCheckpoint) -> str:
-        """Return what is wrong with a checkpoint, without loading it. Each rank verifies some of the files."""
-        why = ""
-        try:
-            verify(checkpoint, share=self._agreement.rank, of=self._agreement.size)
-        except (DamagedCheckpoint, OSError) as error:
-            why = str(error)
-        reasons = enumerate(self._agreement.gather(why))
-        return next((f"rank {rank}: {each}" if rank else each for rank, each in reasons if each), "")
-
     def read(self, checkpoint: SavedCheckpoint, *, resumes: bool) -> dict[str, Any]:
         """Load a checkpoint, and return its plain state; raise Damaged if it cannot be used.
 
         Each part succeeds on all ranks or fails on all, because they read tensors together.
         resumes: True if a script resumes, which may have changed since; False for a rollback in the same run.
         """
-        from ampwise.guard.disk.reading import read_into
-
         agreement = self._agreement
-        plain, targets, kept_buffers, policy = agreement.run_on_all(lambda: self._prepared(checkpoint, resumes=resumes))
-        read_into(checkpoint, targets, agreement.reading)
-        bad = next(filter(None, agreement.gather(self._not_finite(targets))), "")
+        reader, plain, targets, kept_buffers, policy, changes = agreement.run_on_all(
+            lambda: self._prepared(checkpoint, resumes=resumes)
+        )
+        reader.read_into(targets, agreement.reading)
+        live = self._training_state.live()
+        checked = {name: local_shard(tensor) for name, tensor in targets.items() if name not in live.transient}
+        here = next(iter(non_finite_tensors(checked, live.moving)), "")
+        bad = next(filter(None, agreement.gather(here)), "")
         if bad:
             raise DamagedCheckpoint(f"{checkpoint.path.name} has inf or NaN in {bad}.")
         if checkpoint.world_size != agreement.size:
             self._reporter.report(RanksChanged(before=checkpoint.world_size, after=agreement.size))
             plain["engine"]["rng"] = self._engine.state_dict()["rng"]  # each rank keeps its own
             plain["data"] = epoch_start(plain["data"])
+        for line in changes:
+            self._reporter.log(line)
         values = {name: local_shard(each) for name, each in targets.items() if name not in kept_buffers}
         agreement.run_on_all(lambda: self._training_state.restore_plain(plain, values))
         if kept_buffers:
@@ -137,31 +137,27 @@ class CheckpointLoader:
 
     def _prepared(
         self, checkpoint: SavedCheckpoint, *, resumes: bool
-    ) -> tuple[dict[str, Any], dict[str, Tensor], list[str], Policy | None]:
-        """Return the plain state, tensors to read into, names of buffers that the model keeps, and the precision to
-        continue in after loading."""
-        from ampwise.guard.disk.reading import read_plain, stored_tensors
+    ) -> tuple[CheckpointReader, dict[str, Any], dict[str, Tensor], list[str], Policy | None, list[str]]:
+        """Return the reader, the plain state, tensors to read into, names of buffers that the model keeps, the
+        precision to continue in after loading, and what to print about changes of the script."""
+        from ampwise.guard.disk.reading import CheckpointReader
         from ampwise.guard.state_validation import validate_state
 
         try:
-            stored = stored_tensors(checkpoint)
-            plain = from_json(read_plain(checkpoint, self._agreement.rank))
+            reader = CheckpointReader(checkpoint)
+            stored = reader.stored()
+            plain = from_json(reader.plain(self._agreement.rank))
             plain = validate_state(plain, stored, self._training_state.parameters(), self._engine.optimizers)
-            policy = self._changes.precision(plain) if resumes else None
+            policy, changes = self._changes.precision(plain) if resumes else (None, [])
             self._set_precision(Policy.from_dict(plain["engine"]["policy"]))
             trained = [each.get("state", {}).keys() for each in self._training_state.live().plain["optimizers"]]
-            self._changes.settle(plain, trained)
-            return plain, *self._training_state.prepare(plain, stored), policy
+            changes += self._changes.settle(plain, trained)
+            targets, kept_buffers = self._training_state.prepare(plain, stored)
+            return reader, plain, targets, kept_buffers, policy, changes
         except DamagedCheckpoint:
             raise
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise BadInput(printable(f"{checkpoint.path} cannot be resumed: {error}")) from error
-
-    def _not_finite(self, tensors: dict[str, Tensor]) -> str:
-        """Return the name of the first tensor with inf or NaN in it; empty if there is none."""
-        live = self._training_state.live()
-        ours = {name: local_shard(tensor) for name, tensor in tensors.items() if name not in live.transient}
-        return next(iter(non_finite_tensors(ours, live.moving)), "")
 
     def _set_precision(self, policy: Policy) -> None:
         if policy != self._engine.policy:

@@ -7,14 +7,14 @@ stderr, or refuses where resuming makes no sense. ``Guard(override=[...])`` name
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from ampwise.errors import BadInput
-from ampwise.guard.exact_json import from_json, to_json
+from ampwise.runs.plain_data import from_json, to_json
 from ampwise.train.engine import Engine
 from ampwise.train.precision.policy import Policy
 
@@ -41,11 +41,19 @@ class ScriptChanges:
     initially, which is why a checkpoint stores those, too. A setting overridden once stays overridden.
     """
 
-    def __init__(
-        self, engine: Engine, names: Iterable[str], override: Iterable[str], log: Callable[[str], None]
-    ) -> None:
-        self._engine, self._names, self._log = engine, frozenset(names), log
-        self._override = _check_override(override, engine)
+    def __init__(self, engine: Engine, names: Iterable[str], override: Iterable[str]) -> None:
+        self._engine, self._names = engine, frozenset(names)
+        options = {key for each in engine.optimizers for group in each.param_groups for key in group} - {"params"}
+        given = [override] if isinstance(override, str) else list(override)
+        if isinstance(override, str) or not all(isinstance(name, str) and name in {*PARTS, *options} for name in given):
+            raise BadInput(
+                f"Guard(override={override!r}): expected a list of {', '.join(map(repr, PARTS))} and optimizer "
+                f"options: {', '.join(sorted(options))}."
+            )
+        self._override = frozenset(given)
+        schedules_too = self._override & {"schedulers", "optimizer"}
+        if "lr" in self._override and not schedules_too and engine.state_dict()["schedulers"]:
+            raise BadInput("Guard(override=['lr']): a scheduler sets it. Override both: ['lr', 'schedulers'].")
         self._policy = engine.policy
         self._here: dict[str, Any] = {}  # settings of this script
         self.given: dict[str, Any] = {}  # settings to store in checkpoints: without changes that were not applied
@@ -53,41 +61,50 @@ class ScriptChanges:
     def begin(self) -> None:
         """Record the script's settings, before a checkpoint is read."""
         self._policy = self._engine.policy
-        self.given = self._here = from_json(to_json(_settings_of(self._engine), "what the script gave"))
+        state = self._engine.state_dict()
+        settings = {"optimizers": [], "schedulers": state["schedulers"], "scaler": state["scaler"]}
+        for optimizer in self._engine.optimizers:
+            plain = type(optimizer).state_dict is Optimizer.state_dict  # others save in a format of their own
+            groups = [
+                {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                for group in (optimizer.param_groups if plain else ())
+            ]
+            settings["optimizers"].append({"kind": type(optimizer).__name__, "groups": groups})
+        self.given = self._here = from_json(to_json(settings, "what the script gave"))
 
     def overrides(self, name: str) -> bool:
         return name in self._override
 
-    def precision(self, plain: Mapping[str, Any]) -> Policy:
-        """Return the precision to resume in: the checkpoint's, also if the guard has changed it since the start.
+    def precision(self, plain: Mapping[str, Any]) -> tuple[Policy, list[str]]:
+        """Return the precision to resume in, and what to print about it.
 
-        If the script has changed it, that needs override=['precision'].
+        It is the checkpoint's, also if the guard has changed it since the start. If the script has changed it, that
+        needs override=['precision'].
         """
         now, guard = Policy.from_dict(plain["engine"]["policy"]), plain.get("guard") or {}
         before = guard.get("policies_before") or ()
         then, here = (Policy.from_dict(before[0]) if before else now), self._policy
         if here == then != now:
-            self._log(f"resuming in {_policy_text(now)}: the guard has changed the precision from {_policy_text(here)}")
-        if here in (then, now):
-            return now
+            was = f"the guard has changed the precision from {_policy_text(here)}"
+            return now, [f"resuming in {_policy_text(now)}: {was}"]
+        if here == now:
+            return now, []
         if not self.overrides("precision"):
             raise BadInput(
                 f"it was saved in {_policy_text(then)}, and the script's engine trains in {_policy_text(here)}. "
                 "Create the engine as it was, or use the script's precision: Guard(override=['precision'])."
             )
         guard.update(policies_before=[])
-        self._log(f"saved in {_policy_text(now)}; resuming in the script's {_policy_text(here)}")
-        return here
+        return here, [f"saved in {_policy_text(now)}; resuming in the script's {_policy_text(here)}"]
 
-    def settle(self, plain: dict[str, Any], trained: Sequence[Iterable[str]]) -> None:
-        """Apply the script's overrides to the state that was read, and print each difference.
+    def settle(self, plain: dict[str, Any], trained: Sequence[Iterable[str]]) -> list[str]:
+        """Apply the script's overrides to the state that was read; return a line about each difference.
 
         Raise BadInput for differences that cannot be resumed with. trained: parameter names of each optimizer.
         """
         saved = (plain.get("guard") or {}).get("given") or self._here  # older checkpoints do not have it
         self.given = dict(saved)
-        for line in [*self._optimizers(plain, saved, trained), *self._parts(plain, saved), *self._states(plain)]:
-            self._log(line)
+        return [*self._optimizers(plain, saved, trained), *self._parts(plain, saved), *self._states(plain)]
 
     def _optimizers(
         self, plain: dict[str, Any], saved: Mapping[str, Any], trained: Sequence[Iterable[str]]
@@ -136,7 +153,7 @@ class ScriptChanges:
                 continue
             if self.overrides(part):
                 self.given[part] = plain["engine"][part] = self._here[part]
-                yield f"the script has changed {_join_changes(changed)}, which starts fresh"
+                yield f"the script has changed {', '.join(map(str, changed))}, which starts fresh"
             else:
                 yield _unapplied_message(changed, [part])
 
@@ -158,19 +175,6 @@ class ScriptChanges:
             yield f"the checkpoint has no state of {name!r}: it starts with the values that the script gave it"
 
 
-def _settings_of(engine: Engine) -> dict[str, Any]:
-    state = engine.state_dict()
-    optimizers = []
-    for optimizer in engine.optimizers:
-        plain = type(optimizer).state_dict is Optimizer.state_dict  # others save in a format of their own
-        groups = [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            for group in (optimizer.param_groups if plain else ())
-        ]
-        optimizers.append({"kind": type(optimizer).__name__, "groups": groups})
-    return {"optimizers": optimizers, "schedulers": state["schedulers"], "scaler": state["scaler"]}
-
-
 def _differing(saved: Any, here: Any, name: str) -> Iterator[_Changed]:
     """Yield the innermost values that differ, with their dotted names."""
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
@@ -179,45 +183,26 @@ def _differing(saved: Any, here: Any, name: str) -> Iterator[_Changed]:
     elif _are_mappings(saved) and _are_mappings(here) and len(saved) == len(here):
         for then, now in zip(saved, here, strict=True):
             yield from _differing(then, now, name)
-    elif not _same(saved, here):
-        yield _Changed(name, saved, here)
+    else:
+        if isinstance(saved, torch.Tensor) or isinstance(here, torch.Tensor):
+            is_same = type(saved) is type(here) and torch.equal(saved, here)
+        else:
+            is_same = bool(saved == here)
+        if not is_same:
+            yield _Changed(name, saved, here)
 
 
 def _are_mappings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return type(one) is type(other) and torch.equal(one, other)
-    return bool(one == other)
-
-
-def _join_changes(changed: Iterable[_Changed]) -> str:
-    return ", ".join(map(str, changed))
-
-
 def _unapplied_message(changed: Iterable[_Changed], names: Sequence[str]) -> str:
     return (
-        f"the script has changed {_join_changes(changed)} since the checkpoint. The checkpoint's values are used; to "
-        f"use the script's: Guard(override={list(names)})"
+        f"the script has changed {', '.join(map(str, changed))} since the checkpoint. The checkpoint's values are "
+        f"used; to use the script's: Guard(override={list(names)})"
     )
 
 
 def _policy_text(policy: Policy) -> str:
     kept = ", ".join(f"{rule.pattern} in {rule.precision}" for rule in policy.rules)
     return f"{policy.base} with {kept}" if kept else policy.base
-
-
-def _check_override(override: Any, engine: Engine) -> frozenset[str]:
-    options = {key for each in engine.optimizers for group in each.param_groups for key in group} - {"params"}
-    given = [override] if isinstance(override, str) else list(override)
-    if isinstance(override, str) or not all(isinstance(name, str) and name in {*PARTS, *options} for name in given):
-        raise BadInput(
-            f"Guard(override={override!r}): expected a list of {', '.join(map(repr, PARTS))} and optimizer options: "
-            f"{', '.join(sorted(options))}."
-        )
-    names = frozenset(given)
-    if "lr" in names and not {"schedulers", "optimizer"} & names and engine.state_dict()["schedulers"]:
-        raise BadInput("Guard(override=['lr']): a scheduler sets it. Override both: ['lr', 'schedulers'].")
-    return names

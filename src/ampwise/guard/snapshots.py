@@ -7,7 +7,7 @@ are copied before it starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,28 +61,25 @@ class MemorySnapshots:
     def take(self, step: int, live: LiveState) -> MemorySnapshot:
         """Take a snapshot. On a GPU, ``before_update`` must be called before the state changes."""
         found = {name: local_shard(tensor).detach() for name, tensor in live.tensors.items()}
-        taken = MemorySnapshot(step, self._buffers(found), live.plain)
+        used = self._spare.pop() if self._spare else {}
+        buffers = {name: _buffer(used.get(name), tensor, self._place) for name, tensor in found.items()}
+        taken = MemorySnapshot(step, buffers, live.plain)
         if self._device.type == "cuda":
-            self._copy_in_background(taken, found, live.moving)
+            for name in live.moving:
+                found[name] = found[name].clone()
+                taken.sources.append(found[name])
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                _copy(found, taken.values)
+                taken.copied = torch.cuda.Event()
+                taken.copied.record()
+            self._copying.append(taken)
         else:
             _copy(found, taken.values)
         self._kept.append(taken)
         return taken
-
-    def _copy_in_background(self, taken: MemorySnapshot, found: Mapping[str, Tensor], moving: Iterable[str]) -> None:
-        still = dict(found)
-        for name in moving:
-            still[name] = found[name].clone()
-            taken.sources.append(still[name])
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        now = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(now)
-        with torch.cuda.stream(self._stream):
-            _copy(still, taken.values)
-            taken.copied = torch.cuda.Event()
-            taken.copied.record()
-        self._copying.append(taken)
 
     def before_update(self) -> None:
         """Make the update wait for running copies on the device, without a host sync."""
@@ -93,11 +90,6 @@ class MemorySnapshots:
                 if copied is not None:
                     now.wait_event(copied)
             self._copying.clear()
-
-    def _buffers(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return buffers for copies, reusing those of a dropped snapshot that fit."""
-        used = self._spare.pop() if self._spare else {}
-        return {name: _buffer(used.get(name), tensor, self._place) for name, tensor in found.items()}
 
     @property
     def kept(self) -> list[MemorySnapshot]:
@@ -141,14 +133,9 @@ class MemorySnapshots:
         snapshot.wait()
         self._spare.append(snapshot.values)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that all snapshots take, including buffers for reuse."""
-        held = [each.values for each in self._kept] + self._spare
-        return sum(tensor.nbytes for values in held for tensor in values.values())
-
 
 def _buffer(used: Tensor | None, tensor: Tensor, place: str) -> Tensor:
+    """Return a buffer for a copy: that of a dropped snapshot, if it fits."""
     on_host = tensor.device.type == "cpu" or place == "host"
     fits = used is not None and used.shape == tensor.shape and used.dtype == tensor.dtype
     if fits and used is not None and (used.device.type == "cpu") == on_host:

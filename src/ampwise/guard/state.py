@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,16 +18,17 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
-from ampwise.errors import BadInput
-from ampwise.guard.state_validation import load_errors_as_bad_input
-from ampwise.guard.storage_dtypes import as_stored, dtype_from_name, from_stored, is_writable, original_dtype_name
-from ampwise.guard.tensor_tree import join_tensors, split_tensors
+from ampwise.errors import AmpwiseError, BadInput, UnsupportedTensor
+from ampwise.runs.plain_data import Encoded, PlainDecoder, PlainEncoder
+from ampwise.runs.tensor_files import as_stored, dtype_named, from_stored, original_dtype
 from ampwise.trace.value_ranges import local_shard
 from ampwise.train.engine import Engine
 from ampwise.train.precision.policy import modules_with_wrappers, named_modules
+from ampwise.train.step import Step
 
-__all__ = ["LiveState", "TrainingState"]
+__all__ = ["AveragedModels", "LiveState", "TrainingState"]
 
 Plain = dict[str, Any]
 DtypeAndShape = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a saved tensor
@@ -47,39 +49,48 @@ class TrainingState:
 
     def __init__(self, engine: Engine, others: Mapping[str, Any]) -> None:
         self._engine, self._others = engine, dict(others)
-        _refuse_unknown(engine.models, self._others)
+        for name, other in others.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise BadInput(f"Guard(state=...): {name!r} is not a valid name: expected a Python identifier.")
+            if not all(callable(getattr(other, method, None)) for method in ("state_dict", "load_state_dict")):
+                raise BadInput(
+                    f"Guard(state={{{name!r}: ...}}): {type(other).__name__} has no state_dict and load_state_dict."
+                )
+        modules = (module for model in engine.models for module in model.modules())
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
+            raise BadInput("Guard: FSDP1 models are not supported. Use fully_shard (FSDP2), or DDP.")
 
     def live(self) -> LiveState:
         """Return the current state; waits for the last step."""
-        models = dict(_models(self._engine.models, self._others))
         slots = self._slots()
         there = {name: slot for name, slot in slots.items() if slot.tensor is not None}
-        tensors = {name: as_stored(slot.tensor, name) for name, slot in there.items() if slot.tensor is not None}
+        tensors = {name: _as_stored(slot.value, name) for name, slot in there.items()}
         # Objects of the user may change at any time.
         moving = {name for name, slot in there.items() if slot.is_buffer or name.startswith("other.")}
         plain: Plain = {
             "engine": copy.deepcopy(self._engine.state_dict()),  # a scheduler returns objects that it keeps changing
-            "modules": {prefix: _extra_states(model) for prefix, model in models.items()},
+            "modules": {},
             "buffers": {
                 "transient": [name for name, slot in slots.items() if slot.transient],
                 "empty": [name for name in slots if name not in there],
             },
-            "dtypes": {
-                name: viewed
-                for name, slot in there.items()
-                if slot.tensor is not None and (viewed := original_dtype_name(slot.tensor))
-            },
+            "dtypes": {name: viewed for name, slot in there.items() if (viewed := original_dtype(slot.value))},
             "optimizers": [],
             "others": {},
         }
+        for prefix, model in _models(self._engine.models, self._others):
+            plain["modules"][prefix] = {
+                name: copy.deepcopy(module.get_extra_state())
+                for name, module in named_modules(model).items()
+                if type(module).get_extra_state is not Module.get_extra_state
+            }
         names = self._parameter_names()
         for place, optimizer in enumerate(self._engine.optimizers):
-            found, plain_state = _optimizer_state(optimizer, names)
-            tensors.update({f"optimizer.{place}.{name}": tensor for name, tensor in found.items()})
-            plain["optimizers"].append(plain_state)
+            plain["optimizers"].append(_optimizer_state(optimizer, names, f"optimizer.{place}", tensors))
         for name, other in self._others.items():
             if not isinstance(other, Module):
-                found, plain["others"][name] = split_tensors(other.state_dict(), f"other.{name}")
+                found: dict[str, Tensor] = {}
+                plain["others"][name] = Encoded(PlainEncoder(found).encode(other.state_dict(), f"other.{name}"))
                 tensors.update(found)
                 moving.update(found)
         return LiveState(tensors, plain, frozenset(moving), frozenset(plain["buffers"]["transient"]))
@@ -100,18 +111,22 @@ class TrainingState:
                 continue
             viewed = live.plain["dtypes"].get(name), plain["dtypes"].get(name)
             if stored.get(name) == (tensor.dtype, tuple(tensor.shape)) and viewed[0] == viewed[1]:
-                in_place = name not in slots or not slots[name].is_buffer or is_writable(slots[name].value)
+                in_place = name not in slots or not slots[name].is_buffer or _is_writable(slots[name].value)
                 targets[name] = tensor.detach() if in_place else torch.zeros(tensor.shape, dtype=tensor.dtype)
             elif name in live.transient:
                 kept += [] if name in plain["buffers"]["empty"] else [name]
             elif name not in plain["buffers"]["empty"]:
-                _refuse_other_dtype(name, *viewed)
+                if viewed[0] != viewed[1]:  # both may be stored under the same dtype
+                    here, saved = (each or "of another dtype" for each in viewed)
+                    raise BadInput(f"{name!r} is {saved} in the checkpoint, and {here} here.")
                 targets[name] = tensor.detach()  # read_into refuses it
         for name, (dtype, shape) in stored.items():
             is_left_out = name.startswith(("other.", "optimizer."))  # of an object that the script no longer has
-            if name not in targets and (is_left_out or _is_optional(name, plain, slots)):
+            is_transient = name in plain["buffers"]["transient"]
+            has_no_value = name in slots and slots[name].tensor is None
+            if name not in targets and (is_left_out or is_transient or has_no_value):
                 targets[name] = torch.zeros(shape, dtype=dtype)
-                kept += [name] if name not in slots and name in plain["buffers"]["transient"] else []
+                kept += [name] if name not in slots and is_transient else []
         return targets, kept
 
     def _refuse_other_training(self, plain: Plain) -> None:
@@ -119,9 +134,7 @@ class TrainingState:
             raise BadInput(
                 f"the state has {len(plain['optimizers'])} optimizers; this engine has {len(self._engine.optimizers)}."
             )
-        modules = [
-            str(prefix).removeprefix("other.") for prefix in plain["modules"] if str(prefix).startswith("other.")
-        ]
+        modules = [prefix.removeprefix("other.") for prefix in plain["modules"] if prefix.startswith("other.")]
         if missing := [name for name in (*plain["others"], *modules) if name not in self._others]:
             raise BadInput(f"the state has {missing[0][:80]!r}, and Guard(state=...) does not name it.")
 
@@ -142,18 +155,28 @@ class TrainingState:
 
     def restore_plain(self, plain: Plain, values: Mapping[str, Tensor], *, other_precision: bool = False) -> None:
         """Restore everything but the weights. ``values``: buffers, and tensors that objects load themselves."""
-        self._restore_buffers(values, plain)
+        for name, slot in self._slots().items():
+            if slot.is_buffer and name in plain["buffers"]["empty"]:
+                slot.assign(None)
+            elif slot.is_buffer and name in values:
+                viewed = plain["dtypes"].get(name)
+                slot.put(values[name], None if viewed is None else dtype_named(viewed), self._engine.device)
         for prefix, model in _models(self._engine.models, self._others):
-            _restore_extra_states(model, plain["modules"].get(prefix, {}))
-        for place, (optimizer, saved) in enumerate(zip(self._engine.optimizers, plain["optimizers"], strict=True)):
+            modules = named_modules(model)
+            for name, state in plain["modules"].get(prefix, {}).items():
+                if name in modules:
+                    with _load_errors_as_bad_input(modules[name]):
+                        modules[name].set_extra_state(copy.deepcopy(state))
+        for optimizer, saved in zip(self._engine.optimizers, plain["optimizers"], strict=True):
             if "nested" in saved:
-                with load_errors_as_bad_input(optimizer):
-                    optimizer.load_state_dict(join_tensors(saved["nested"], values, f"optimizer.{place}"))
-            else:
-                _restore_groups(optimizer, saved["groups"])
-        for name, skeleton in plain["others"].items():
-            with load_errors_as_bad_input(self._others[name]):
-                self._others[name].load_state_dict(join_tensors(skeleton, values, f"other.{name}"))
+                with _load_errors_as_bad_input(optimizer):
+                    optimizer.load_state_dict(PlainDecoder(values, _device_here).decode(saved["nested"].node))
+                continue
+            for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+                group.update(copy.deepcopy(dict(options)))
+        for name, saved in plain["others"].items():
+            with _load_errors_as_bad_input(self._others[name]):
+                self._others[name].load_state_dict(PlainDecoder(values, _device_here).decode(saved.node))
         self._engine.load_state_dict(copy.deepcopy(plain["engine"]), other_precision=other_precision)
 
     def _allocate_optimizer_states(self, plain: Plain) -> None:
@@ -161,14 +184,6 @@ class TrainingState:
         for optimizer, saved in zip(self._engine.optimizers, plain["optimizers"], strict=True):
             if "nested" not in saved:
                 _allocate_state(optimizer, saved, names)
-
-    def _restore_buffers(self, values: Mapping[str, Tensor], plain: Plain) -> None:
-        for name, slot in self._slots().items():
-            if slot.is_buffer and name in plain["buffers"]["empty"]:
-                slot.assign(None)
-            elif slot.is_buffer and name in values:
-                viewed = plain["dtypes"].get(name)
-                slot.put(values[name], None if viewed is None else dtype_from_name(viewed), self._engine.device)
 
     def _slots(self) -> dict[str, TensorSlot]:
         """Return the parameters and buffers of all modules, by name."""
@@ -189,22 +204,10 @@ class TrainingState:
         return {id(slot.tensor): name for name, slot in self._slots().items() if not slot.is_buffer}
 
 
-def _is_optional(name: str, plain: Plain, slots: Mapping[str, TensorSlot]) -> bool:
-    """Whether a buffer is not persistent, or has no value here yet."""
-    return name in plain["buffers"]["transient"] or (name in slots and slots[name].tensor is None)
-
-
-def _refuse_other_dtype(name: str, here: str | None, saved: str | None) -> None:
-    """Refuse a tensor whose original dtype differs; both may be stored under the same dtype."""
-    if here != saved:
-        kinds = f"{saved or 'of another dtype'} in the checkpoint, and {here or 'of another dtype'} here"
-        raise BadInput(f"{name!r} is {kinds}.")
-
-
 def _self_loaded(plain: Plain) -> tuple[str, ...]:
     """Return the name prefixes of tensors that objects load themselves, in whatever shape."""
-    optimizers = (f"optimizer.{place}." for place, saved in enumerate(plain["optimizers"]) if "nested" in saved)
-    return (*(f"other.{name}." for name in plain["others"]), *optimizers)
+    optimizers = (f"optimizer.{place}[" for place, saved in enumerate(plain["optimizers"]) if "nested" in saved)
+    return (*(f"other.{name}[" for name in plain["others"]), *optimizers)
 
 
 def _models(models: Sequence[Module], others: Mapping[str, Any]) -> Iterator[tuple[str, Module]]:
@@ -215,17 +218,36 @@ def _models(models: Sequence[Module], others: Mapping[str, Any]) -> Iterator[tup
             yield f"other.{name}", other
 
 
-def _refuse_unknown(models: Sequence[Module], others: Mapping[str, Any]) -> None:
-    for name, other in others.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            raise BadInput(f"Guard(state=...): {name!r} is not a valid name: expected a Python identifier.")
-        if not all(callable(getattr(other, method, None)) for method in ("state_dict", "load_state_dict")):
-            raise BadInput(
-                f"Guard(state={{{name!r}: ...}}): {type(other).__name__} has no state_dict and load_state_dict."
-            )
-    for module in (module for model in models for module in model.modules()):
-        if type(module).__name__ == "FullyShardedDataParallel":
-            raise BadInput("Guard: FSDP1 models are not supported. Use fully_shard (FSDP2), or DDP.")
+def _as_stored(tensor: Tensor, name: str) -> Tensor:
+    try:
+        return as_stored(tensor, name)
+    except UnsupportedTensor as error:
+        raise BadInput(f"Guard cannot save {error}") from error
+
+
+def _device_here(kind: str) -> torch.device:
+    """Return the device a tensor was saved from, if this machine has one of that type; else the CPU."""
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device(kind if here is not None and here.type == kind else "cpu")
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether values can be copied into the tensor: no two elements share memory."""
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    return not any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+@contextmanager
+def _load_errors_as_bad_input(what: object) -> Iterator[None]:
+    """Turn any error that user code raises in ``load_state_dict`` into BadInput."""
+    try:
+        yield
+    except (AmpwiseError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:200]
+        raise BadInput(f"{type(what).__name__} cannot load its saved state ({reason}).") from error
 
 
 # --- modules -------------------------------------------------------------------------------------------------------
@@ -251,8 +273,8 @@ class TensorSlot(NamedTuple):
         if tensor is not None and hasattr(tensor, "_local_tensor"):
             local_shard(tensor).detach().copy_(value, non_blocking=True)
             return
-        if tensor is not None and is_writable(tensor):
-            target = as_stored(tensor, self.name).detach()
+        if tensor is not None and _is_writable(tensor):
+            target = _as_stored(tensor, self.name).detach()
             if target.dtype == value.dtype and target.shape == value.shape and tensor.dtype == (viewed or value.dtype):
                 target.copy_(value, non_blocking=True)
                 return
@@ -294,48 +316,34 @@ def _slots_of(model: Module, seen: dict[int, TensorSlot]) -> Iterator[TensorSlot
             yield slot
 
 
-def _extra_states(model: Module) -> dict[str, Any]:
-    """Return the extra states of modules that define ``get_extra_state``."""
-    return {
-        name: copy.deepcopy(module.get_extra_state())
-        for name, module in named_modules(model).items()
-        if type(module).get_extra_state is not Module.get_extra_state
-    }
-
-
-def _restore_extra_states(model: Module, states: Mapping[str, Any]) -> None:
-    modules = named_modules(model)
-    for name, state in states.items():
-        if name in modules:
-            with load_errors_as_bad_input(modules[name]):
-                modules[name].set_extra_state(copy.deepcopy(state))
-
-
 # --- optimizers ----------------------------------------------------------------------------------------------------
 
 
-def _optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], Plain]:
-    """Return an optimizer's state by parameter names; for one with its own ``state_dict``, the result of that."""
+def _optimizer_state(optimizer: Optimizer, names: Mapping[int, str], prefix: str, tensors: dict[str, Tensor]) -> Plain:
+    """Return an optimizer's state by parameter names, and put its tensors into ``tensors``.
+
+    Of an optimizer with its own ``state_dict``, that is saved.
+    """
     if type(optimizer).state_dict is not Optimizer.state_dict:
-        found, skeleton = split_tensors(optimizer.state_dict(), "")
-        return {name.removeprefix("."): tensor for name, tensor in found.items()}, {"nested": skeleton}
-    tensors: dict[str, Tensor] = {}
+        return {"nested": Encoded(PlainEncoder(tensors).encode(optimizer.state_dict(), prefix))}
     state: dict[str, dict[str, Any]] = {}
     for name, parameter in _named(optimizer, names):
         entry = state[name] = {}
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                tensors[f"state.{name}.{key}"] = as_stored(value, f"{name}.{key}")
+                tensors[f"{prefix}.state.{name}.{key}"] = _as_stored(value, f"{name}.{key}")
                 entry[key] = {"tensor": _form(value, parameter)}
             else:
                 entry[key] = {"plain": copy.deepcopy(value)}
-    groups = []
+    groups: list[Plain] = []
     for place, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        found = {key: value for key, value in options.items() if isinstance(value, Tensor)}
-        tensors.update({f"group.{place}.{key}": as_stored(value, key) for key, value in found.items()})
-        groups.append({key: copy.deepcopy(value) for key, value in options.items() if key not in found})
-    return tensors, {"state": state, "groups": groups}
+        groups.append({})
+        for key, value in group.items():
+            if isinstance(value, Tensor):
+                tensors[f"{prefix}.group.{place}.{key}"] = _as_stored(value, key)
+            elif key not in ("params", "param_names"):
+                groups[-1][key] = copy.deepcopy(value)
+    return {"state": state, "groups": groups}
 
 
 def _named(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
@@ -379,28 +387,59 @@ def _allocate_state(optimizer: Optimizer, saved: Plain, names: Mapping[int, str]
         for key, value in wanted.items():
             if "plain" in value:
                 entry[key] = copy.deepcopy(value["plain"])
-            elif not _fits(entry.get(key), value["tensor"], parameter):
-                entry[key] = _allocate(value["tensor"], parameter)
-
-
-def _fits(present: Any, form: Mapping[str, Any], parameter: Tensor) -> bool:
-    shape = parameter.shape if form["shape"] is None else torch.Size(form["shape"])
-    return (
-        isinstance(present, Tensor)
-        and present.shape == shape
-        and present.dtype == dtype_from_name(form["dtype"])
-        and (present.device == parameter.device) == form["on_device"]
-    )
+                continue
+            form, present = value["tensor"], entry.get(key)
+            fits = (
+                isinstance(present, Tensor)
+                and present.shape == (parameter.shape if form["shape"] is None else torch.Size(form["shape"]))
+                and present.dtype == dtype_named(form["dtype"])
+                and (present.device == parameter.device) == form["on_device"]
+            )
+            if not fits:
+                entry[key] = _allocate(form, parameter)
 
 
 def _allocate(form: Mapping[str, Any], parameter: Tensor) -> Tensor:
-    dtype = dtype_from_name(form["dtype"])
+    dtype = dtype_named(form["dtype"])
     if form["shape"] is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     device = parameter.device if form["on_device"] else torch.device("cpu")
     return torch.zeros(form["shape"], dtype=dtype, device=device)
 
 
-def _restore_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update(copy.deepcopy(dict(saved)))
+# --- weight averages ------------------------------------------------------------------------------------------------
+
+
+class AveragedModels:
+    """The weight averages (EMA, SWA) that a guard saves, which leave out steps that were skipped or undone."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._models = [each for each in state.values() if isinstance(each, AveragedModel)]
+        self.last: Step | None = None  # the last completed step
+
+    def hook(self) -> None:
+        for average in self._models:
+            vars(average)["update_parameters"] = GuardedUpdate(average, self)
+
+    def unhook(self) -> None:
+        for average in self._models:
+            vars(average).pop("update_parameters", None)
+
+
+class GuardedUpdate:
+    """Replacement for an AveragedModel's ``update_parameters`` that does nothing if the last step was not applied.
+
+    It waits for that step's result.
+    """
+
+    def __init__(self, average: AveragedModel, averages: AveragedModels) -> None:
+        self._average, self._averages = average, averages  # not the guard, which is to be freed when unused
+
+    def __call__(self, model: Module) -> None:
+        last = self._averages.last
+        if last is None or last.applied:
+            type(self._average).update_parameters(self._average, model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied or unpickled average gets its own method back: it does not belong to the guard.
+        return getattr, (self._average, "update_parameters")

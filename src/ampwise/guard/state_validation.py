@@ -1,38 +1,30 @@
 """Validation of a checkpoint's plain state before it is used: a checkpoint may come from anyone.
 
-A forged checkpoint can have valid checksums. So every part must have the type that ``Whole.live`` and the guard save,
-and tensors are allocated only if the files contain them, in the shapes stored there.
+A forged checkpoint can have valid checksums. So every part must have the type that ``TrainingState.live`` and the guard
+save, and tensors are allocated only if the files contain them, in the shapes stored there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampwise.errors import AmpwiseError, BadInput
-from ampwise.guard.storage_dtypes import dtype_from_name, stored_dtype_and_shape
 from ampwise.runs.json_lines import is_count
-from ampwise.train.state_types import has_compatible_type, is_plain_number
+from ampwise.runs.plain_data import Encoded
+from ampwise.runs.tensor_files import dtype_named, stored_dtype_and_shape
+from ampwise.train.engine_state import has_compatible_type, is_plain_number
 
 if TYPE_CHECKING:
     from ampwise.guard.disk.reading import StoredTensorInfo
 
-__all__ = ["load_errors_as_bad_input", "validate_state"]
+__all__ = ["validate_state"]
 
 Kind = TypeVar("Kind")
 
-KEYS = (
-    "engine",
-    "modules",
-    "buffers",
-    "dtypes",
-    "others",
-)  # keys of the saved state besides "optimizers"; each is a dict
+KEYS = ("engine", "modules", "buffers", "dtypes", "others")  # of the saved state besides "optimizers"; each is a dict
 
 
 def validate_state(
@@ -55,26 +47,18 @@ def validate_state(
             _expect(str, each, f"buffers.{name}")
     for prefix, states in state["modules"].items():
         _by_name(states, f"modules[{prefix[:80]!r}]")
+    for name, saved in state["others"].items():
+        _expect(Encoded, saved, f"others[{name[:80]!r}]")
     for place, rest in enumerate(_expect(list, state["optimizers"], "optimizers")):
         where = f"optimizers[{place}]"
-        if set(_expect(dict, rest, where)) != {"nested"}:
+        if set(_expect(dict, rest, where)) == {"nested"}:
+            _expect(Encoded, rest["nested"], where)
+        else:
             _check_optimizer(rest, where, f"optimizer.{place}.state", stored, parameters)
             groups = optimizers[place].param_groups if place < len(optimizers) else ()
             _check_groups(rest["groups"], groups, f"{where}.groups")
     _check_guard(_expect(dict, state.get("guard", {}), "guard"))
     return state
-
-
-@contextmanager
-def load_errors_as_bad_input(what: object) -> Iterator[None]:
-    """Turn any error that user code raises in ``load_state_dict`` into BadInput."""
-    try:
-        yield
-    except (AmpwiseError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        reason = (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:200]
-        raise BadInput(f"{type(what).__name__} cannot load its saved state ({reason}).") from error
 
 
 # --- optimizers ----------------------------------------------------------------------------------------------------
@@ -110,7 +94,7 @@ def _check_form(form: Any, name: str, stored: Mapping[str, StoredTensorInfo], pa
     shape = None if parameter is None else list(parameter.shape)
     if form["shape"] is not None:
         shape = _expect(list, form["shape"], name)
-    dtype = dtype_from_name(form["dtype"])
+    dtype = dtype_named(form["dtype"])
     if shape is None:  # the parameter is not trained here
         is_stored = stored_dtype_and_shape(dtype, ())[0] == stored[name].dtype
     else:
@@ -141,8 +125,7 @@ def _check_guard(state: Mapping[str, Any]) -> None:
     spikes = state.get("spikes")
     if spikes is None:
         return
-    # Earlier states have two more entries, which are not used.
-    if set(_expect(dict, spikes, "guard.spikes")) - {"usual", "age"} != {"seen", "ordinary", "high", "told"}:
+    if set(_expect(dict, spikes, "guard.spikes")) != {"seen", "ordinary", "high", "told"}:
         raise ValueError("guard.spikes is not the state of a loss spike detector")
     rows = [(row, 2) for row in _expect(list, spikes["ordinary"], "guard.spikes.ordinary")]
     rows += [(row, 3) for row in _expect(list, spikes["high"], "guard.spikes.high")]

@@ -40,7 +40,15 @@ class Signals:
     """
 
     def __init__(self, names: Iterable[str], grace: float) -> None:
-        self._wanted, self._grace = [_checked(name) for name in names], grace
+        self._wanted: list[signal.Signals] = []
+        for name in names:
+            try:
+                self._wanted.append(signal.Signals[name])
+            except (KeyError, TypeError):
+                raise BadInput(
+                    f"Guard(signals=[{name!r}]): expected the name of a signal, such as 'SIGTERM'."
+                ) from None
+        self._grace = grace
         self._before: dict[signal.Signals, Any] = {}
         self._child_handler: Any = None  # torch's SIGCHLD handler, disabled since a signal was caught
         self.caught = ""  # name of the first signal
@@ -77,29 +85,16 @@ class Signals:
         received = signal.Signals(number)
         if not self.caught:
             self.caught, self.when = received.name, time.monotonic()
-            self._ignore_ended_loader_workers()
+            # A signal to the process group also ends DataLoader workers. Torch's SIGCHLD handler would raise an error
+            # about that in the middle of the step that is to be finished; fetching another batch from them still does.
+            handler = signal.getsignal(signal.SIGCHLD)
+            if getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling":
+                self._child_handler = handler
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         elif received is signal.SIGINT or time.monotonic() - self.when > self._grace:
             before = self._before.get(received, signal.SIG_DFL)
             signal.signal(number, before if callable(before) else signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-    def _ignore_ended_loader_workers(self) -> None:
-        """Disable torch's SIGCHLD handler.
-
-        A signal to the process group also ends DataLoader workers. Torch would raise an error about that in the middle
-        of the step that is to be finished. Fetching another batch from them still raises.
-        """
-        handler = signal.getsignal(signal.SIGCHLD)
-        if getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling":
-            self._child_handler = handler
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def _checked(name: str) -> signal.Signals:
-    try:
-        return signal.Signals[name]
-    except (KeyError, TypeError):
-        raise BadInput(f"Guard(signals=[{name!r}]): expected the name of a signal, such as 'SIGTERM'.") from None
 
 
 class Watchdog:

@@ -32,6 +32,9 @@ COMMON_FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp
 # Brand words, ignored in device names: drivers add and drop them ("Tesla T4", "NVIDIA A10").
 BRANDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct", "intel", "habana", "google"})
 
+LISTING = (
+    "`ampwise gpu --list` shows them all; `ampwise advise --gpu` also takes a compute capability, such as 8.9 or sm_89."
+)
 GIB = 2**30  # what vendors call a GB of device memory: torch reports 139.8 GiB for a "141 GB" H200
 GB_PER_S = 1e9
 TFLOPS = 1e12
@@ -170,7 +173,9 @@ def gpu_named(name: str) -> Gpu:
             return gpu
     found = find_gpu(name) or _by_short_name().get("".join(words))
     if found is None:
-        raise UnknownName("device", name, _candidates(words), listing="`ampwise gpu --list` shows them all.")
+        # Suggest ids that share a word: by letters alone, "v100" is as near to "a10".
+        sharing = [gpu.id for gpu in gpus() if set(words) & {*_words(gpu.id), *_words(gpu.name)}]
+        raise UnknownName("device", name, sharing or [gpu.id for gpu in gpus()], listing=LISTING)
     return found
 
 
@@ -181,7 +186,8 @@ def other_variants(name: str) -> list[str]:
     (['a100-40', 'a100-pcie-80'], [])
     """
     words, gpu = _words(name), gpu_named(name)
-    family = [other.id for other in gpus() if words[0] in _words(other.id)]
+    model = next((word for word in words if any(map(str.isdigit, word))), None)  # "rtx", "apple": a series, no model
+    family = [other.id for other in gpus() if model in _words(other.id)]
     if gpu.id not in family or words in map(_words, (gpu.id, gpu.name, *gpu.torch_names)):
         return []
     return [other for other in family if other != gpu.id]
@@ -232,12 +238,6 @@ def _by_short_name() -> dict[str, Gpu]:
     tables = zip(gpus(), _document()["device"], strict=True)
     named = {"".join(_words(name)): gpu for gpu, table in tables for name in table.get("also_called", ())}
     return named | {"".join(_words(name)): gpu for gpu in gpus() for name in (gpu.id, gpu.name)}
-
-
-def _candidates(words: tuple[str, ...]) -> list[str]:
-    """Return the ids to suggest: those that share a word. By letters alone, "v100" is as near to "a10"."""
-    sharing = [gpu.id for gpu in gpus() if set(words) & {*_words(gpu.id), *_words(gpu.name)}]
-    return sharing or [gpu.id for gpu in gpus()]
 
 
 def _words(name: str) -> tuple[str, ...]:

@@ -67,8 +67,11 @@ def parse_cpuinfo(text: str) -> Cpu:
     Cpu(model='Xeon', features=('amx_bf16', 'avx512_bf16'))
     """
     first = _fields(text.strip().split("\n\n")[0])
-    flags = first.get("flags", first.get("Features"))
-    return Cpu(model=_model(first), features=None if flags is None else _relevant(flags.split()))
+    model, flags = first.get("model name"), first.get("flags", first.get("Features"))
+    if model is None and first.get("CPU implementer") and first.get("CPU part"):
+        # Linux on ARM gives numbers only; they are what one looks up.
+        model = f"ARM implementer {first['CPU implementer']}, part {first['CPU part']}"
+    return Cpu(model=model, features=None if flags is None else _relevant(flags.split()))
 
 
 def parse_sysctl(text: str) -> Cpu:
@@ -86,14 +89,6 @@ def parse_sysctl(text: str) -> Cpu:
 def _fields(text: str) -> dict[str, str]:
     pairs = (line.partition(":") for line in text.splitlines())
     return {key.strip(): value.strip() for key, colon, value in pairs if colon}
-
-
-def _model(fields: dict[str, str]) -> str | None:
-    if "model name" in fields:
-        return fields["model name"]
-    # Linux on ARM gives numbers only; they are what one looks up.
-    implementer, part = fields.get("CPU implementer"), fields.get("CPU part")
-    return f"ARM implementer {implementer}, part {part}" if implementer and part else None
 
 
 def _relevant(flags: Iterable[str]) -> tuple[str, ...]:

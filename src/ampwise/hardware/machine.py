@@ -6,15 +6,22 @@ The classes here need no torch; on a machine without it, ``Machine.torch`` is No
 from __future__ import annotations
 
 import platform
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ampwise.hardware.cpu import Cpu, describe_cpu
 from ampwise.hardware.device import CudaDevice, DeviceKind, group_devices
-from ampwise.hardware.driver import driver_version
+from ampwise.hardware.programs import find_program
 from ampwise.hardware.torch_info import TorchInfo, read_torch
 
-__all__ = ["Machine", "MachineRequirements", "describe_machine"]
+__all__ = ["Machine", "MachineRequirements", "describe_machine", "driver_version", "parse_driver_version"]
+
+KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+PROGRAM = "nvidia-smi"
+QUERY = ("--query-gpu=driver_version", "--format=csv,noheader")
+QUERY_TIMEOUT_S = 10.0  # without persistence mode, the driver initialises every GPU first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,3 +80,34 @@ def describe_machine() -> Machine:
         torch=facts,
         torch_problem=problem,
     )
+
+
+def driver_version() -> str | None:
+    """Return the NVIDIA driver's version, without torch; None if there is no driver, or it does not answer."""
+    try:
+        return parse_driver_version(KERNEL_MODULE.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        pass
+    import subprocess  # rarely needed, and slow to import
+
+    program = find_program(PROGRAM)
+    if program is None:
+        return None
+    try:
+        done = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse_driver_version(done.stdout)
+
+
+def parse_driver_version(text: str) -> str | None:
+    """Return the version in the kernel module's banner or in nvidia-smi's output.
+
+    >>> parse_driver_version("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19")
+    '535.129.03'
+    >>> parse_driver_version("NVIDIA-SMI has failed because it couldn't communicate with the driver") is None
+    True
+    """
+    lines = text.splitlines()
+    match = re.search(r"(?<![\d.])\d{3,}\.\d+(\.\d+)?(?![\d.])", lines[0]) if lines else None
+    return match[0] if match else None

@@ -7,6 +7,7 @@ of the same name.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 __all__ = ["absolute_parts", "find_program", "open_in_browser"]
 
@@ -20,7 +21,7 @@ def absolute_parts(path: str, *, outside: str | None = None) -> str:
     kept = [each for each in path.split(os.pathsep) if os.path.isabs(each)]  # noqa: PTH117
     if outside is not None:
         top = os.path.realpath(outside)
-        kept = [each for each in kept if not _is_in(os.path.realpath(each), top)]
+        kept = [each for each in kept if not Path(os.path.realpath(each)).is_relative_to(top)]
     return os.pathsep.join(kept)
 
 
@@ -37,7 +38,3 @@ def open_in_browser(address: str) -> bool:
 
     os.environ["PATH"] = absolute_parts(os.environ.get("PATH", os.defpath))  # where webbrowser looks for one
     return webbrowser.open(address)
-
-
-def _is_in(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(os.path.join(folder, ""))  # noqa: PTH118

@@ -76,7 +76,10 @@ class Target:
         if self.gpu is not None:
             return self.gpu.has_tensor_cores(fmt)
         if self.cpu is not None:
-            return _cpu_has(self.cpu, fmt)
+            features = {"bf16": BF16_FEATURES, "fp16": FP16_FEATURES}.get(fmt, ())
+            if features and self.cpu.features is None:
+                return None
+            return any(feature in (self.cpu.features or ()) for feature in features)
         return None if self.capability is None else nvidia_tensor_cores(fmt, self.capability)
 
     def peak(self, fmt: str) -> Figure | None:
@@ -185,9 +188,9 @@ def target_for_cpu(cpu: Cpu, remark: str = "") -> Target:
 def target_for_machine(machine: Machine) -> Target:
     """Return what training would use here: the first kind of GPU that torch sees, else the CPU."""
     if machine.torch is None:
-        problem = (
-            f"torch does not load here ({machine.torch_problem})" if machine.torch_problem else "torch is not installed"
-        )
+        problem = "torch is not installed"
+        if machine.torch_problem:
+            problem = f"torch does not load here ({machine.torch_problem})"
         return unknown_target(f"{problem}, so this machine's devices are unknown: name a device with --gpu")
     kinds = machine.device_kinds
     if kinds:
@@ -212,13 +215,6 @@ def target_for_machine(machine: Machine) -> Target:
 def unknown_target(remark: str) -> Target:
     """Return an unknown target with the reason."""
     return Target(name="an unknown device", remark=remark)
-
-
-def _cpu_has(cpu: Cpu, fmt: str) -> bool | None:
-    features = {"bf16": BF16_FEATURES, "fp16": FP16_FEATURES}.get(fmt)
-    if features is None:
-        return False
-    return None if cpu.features is None else any(feature in cpu.features for feature in features)
 
 
 def gib_text(number: float) -> str:

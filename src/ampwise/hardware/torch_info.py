@@ -105,12 +105,16 @@ def read_fp32_switches(torch: Any) -> Fp32Switches:
     backends = torch.backends
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some versions warn when the old names are read
+        try:
+            precision = str(torch.get_float32_matmul_precision())
+        except RuntimeError:  # the old and the new settings contradict each other
+            precision = None
         return Fp32Switches(
             matmul_tf32=_uses_tf32(
                 lambda: backends.cuda.matmul.fp32_precision, lambda: backends.cuda.matmul.allow_tf32
             ),
             convolution_tf32=_uses_tf32(lambda: backends.cudnn.conv.fp32_precision, lambda: backends.cudnn.allow_tf32),
-            matmul_precision=_matmul_precision(torch),
+            matmul_precision=precision,
         )
 
 
@@ -119,13 +123,6 @@ def _uses_tf32(new: Callable[[], str], old: Callable[[], bool]) -> bool:
         return new() == "tf32"
     except AttributeError:  # torch before 2.9
         return bool(old())
-
-
-def _matmul_precision(torch: Any) -> str | None:
-    try:
-        return str(torch.get_float32_matmul_precision())
-    except RuntimeError:  # the old and the new settings contradict each other
-        return None
 
 
 def _first_line(said: object) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ampwise.errors import BadInput
 from ampwise.hardware.programs import absolute_parts
-from ampwise.integrations.mcp_folder import Word
+from ampwise.integrations.mcp_worker import Word
 
 if TYPE_CHECKING:
     from anyio.abc import ByteReceiveStream, Process
@@ -89,44 +89,15 @@ async def launch(
     """
     import anyio
 
-    request = _request(words, text, own_code=own_code)
-    process = await _started(cwd, own_code=own_code)
-    out, err = BoundedOutput(), BoundedOutput()
-    _RUNNING[process.pid] = process
-    try:
-        with anyio.fail_after(seconds):
-            async with anyio.create_task_group() as group:
-                for stream, kept in ((process.stdout, out), (process.stderr, err)):
-                    if stream is not None:
-                        group.start_soon(_drain, stream, kept)
-                await _feed(process, request)
-                code = await process.wait()
-                # Children may hold its streams open: end them, and stop reading after a while.
-                _kill(process)
-                group.cancel_scope.deadline = anyio.current_time() + DRAIN_S
-    except TimeoutError:
-        raise BadInput(f"ampwise {words[0]} took longer than {seconds:g} seconds and was stopped.") from None
-    finally:
-        await _end(process)
-    return CommandResult(code=code, out=out.text(), err=err.text())
-
-
-def _request(words: Sequence[Word], text: str | None, *, own_code: bool) -> bytes:
-    """Return the request that ``mcp_worker`` reads."""
     for word in words:
         if isinstance(word, str) and (len(word) > LONGEST_WORD or "\0" in word):
             raise BadInput(
                 f"ampwise {words[0]}: an argument is longer than {LONGEST_WORD:,} characters or contains NUL."
             )
     plain = [word if isinstance(word, str) else asdict(word) for word in words]
-    return json.dumps({"words": plain, "text": text, "own_code": own_code}).encode()
-
-
-async def _started(cwd: Path, *, own_code: bool) -> Process:
-    import anyio
-
+    request = json.dumps({"words": plain, "text": text, "own_code": own_code}).encode()
     try:
-        return await anyio.open_process(
+        process = await anyio.open_process(
             list(PYTHON),
             cwd=cwd,
             env=_environment(cwd, own_code=own_code),
@@ -135,6 +106,42 @@ async def _started(cwd: Path, *, own_code: bool) -> Process:
         )
     except OSError as error:  # the folder was removed, or there are too many processes
         raise BadInput(f"cannot start a process in {cwd}: {error.strerror or error}.") from None
+    _RUNNING[process.pid] = process
+    try:
+        with anyio.fail_after(seconds):
+            return await _communicate(process, request)
+    except TimeoutError:
+        raise BadInput(f"ampwise {words[0]} took longer than {seconds:g} seconds and was stopped.") from None
+    finally:
+        _kill(process)  # also if the agent cancelled the request
+        _RUNNING.pop(process.pid, None)
+        with anyio.CancelScope(shield=True):
+            await process.aclose()
+
+
+async def _communicate(process: Process, request: bytes) -> CommandResult:
+    """Send the request, and read the output until the process has ended."""
+    import anyio
+
+    out, err = BoundedOutput(), BoundedOutput()
+
+    async def drain(stream: ByteReceiveStream, kept: BoundedOutput) -> None:
+        async for data in stream:
+            kept.add(data)
+
+    async with anyio.create_task_group() as group:
+        for stream, kept in ((process.stdout, out), (process.stderr, err)):
+            if stream is not None:
+                group.start_soon(drain, stream, kept)
+        if process.stdin is not None:
+            with contextlib.suppress(anyio.BrokenResourceError):  # the process ended before it read everything
+                await process.stdin.send(request)
+            await process.stdin.aclose()
+        code = await process.wait()
+        # Children may hold its streams open: end them, and stop reading after a while.
+        _kill(process)
+        group.cancel_scope.deadline = anyio.current_time() + DRAIN_S
+    return CommandResult(code=code, out=out.text(), err=err.text())
 
 
 def _environment(cwd: Path, *, own_code: bool) -> dict[str, str]:
@@ -151,31 +158,6 @@ def _environment(cwd: Path, *, own_code: bool) -> dict[str, str]:
     found["PYTHONPATH"] = os.pathsep.join(map(str, kept))
     # An empty variable would mean the current folder again.
     return {name: value for name, value in found.items() if value or name not in (*SEARCHED, "PYTHONPATH")}
-
-
-async def _feed(process: Process, request: bytes) -> None:
-    import anyio
-
-    if process.stdin is None:
-        return
-    with contextlib.suppress(anyio.BrokenResourceError):  # the process ended before it read everything
-        await process.stdin.send(request)
-    await process.stdin.aclose()
-
-
-async def _drain(stream: ByteReceiveStream, kept: BoundedOutput) -> None:
-    async for data in stream:
-        kept.add(data)
-
-
-async def _end(process: Process) -> None:
-    """End a process and its children, also if the agent cancelled the request."""
-    import anyio
-
-    _kill(process)
-    _RUNNING.pop(process.pid, None)
-    with anyio.CancelScope(shield=True):
-        await process.aclose()
 
 
 def end_all() -> None:

@@ -96,9 +96,5 @@ def _is_there(module: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version up to its first letter, without trailing zeros: "5.0.0" gives (5,)."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    numbers = [int(number) for number in found[0].split(".")] if found else []
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return tuple(numbers)
+    """Return the numbers of a version up to its first letter."""
+    return tuple(int(number) for number in re.findall(r"\d+", re.split("[a-z]", version)[0]))

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from ampwise.finding.strict_json import dumps
-from ampwise.report.curves import plain, thin_out
+from ampwise.report.curves import thin_out
 from ampwise.report.layers import layers_of
 from ampwise.report.run_facts import environment, settings
 from ampwise.report.verdict import verdict, worst_first
-
-if TYPE_CHECKING:
-    from ampwise.runs.reader import Run
-    from ampwise.runs.rows import CountedFinding
+from ampwise.runs.reader import Run
 
 __all__ = ["MOST_ROWS", "VERSION", "as_json"]
 
@@ -33,10 +28,10 @@ def as_json(run: Run) -> str:
             "command": run.manifest.get("command"),
             "created": run.manifest.get("created"),
             "finished": run.manifest.get("finished"),
-            "findings": [_finding(counted) for counted in worst_first(run.merged_findings())],
+            "findings": [counted.as_dict() for counted in worst_first(run.merged_findings())],
             "events": [event.as_dict() for event in run.events],
             "metrics": {
-                "steps": [plain(bucket) for bucket in thin_out(run.steps, MOST_ROWS)],
+                "steps": [bucket.as_dict() for bucket in thin_out(run.steps, MOST_ROWS)],
                 "layers": [layer.as_dict() for layer in layers_of(run)],
             },
             "settings": [{"name": one.name, "value": one.value, "reason": one.reason} for one in settings(run)],
@@ -46,23 +41,3 @@ def as_json(run: Run) -> str:
             "facts": {name: fact for name, fact in run.facts.items() if name != "settings"},
         }
     )
-
-
-def _finding(counted: CountedFinding) -> dict[str, Any]:
-    finding = counted.finding
-    return {
-        "code": finding.rule.code,
-        "name": finding.rule.name,
-        "severity": str(finding.severity),
-        "place": finding.place.as_dict(),
-        "message": finding.message,
-        "count": counted.count,
-        "fix": finding.fix,
-        "evidence": dict(finding.evidence),
-        "first_step": counted.first_step,
-        "last_step": counted.last_step,
-        "ranks": list(counted.ranks),
-        "excerpt": counted.excerpt,
-        "diff": counted.diff,
-        "diff_is_safe": counted.diff_is_safe,
-    }

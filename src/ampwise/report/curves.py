@@ -5,14 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
-from ampwise.runs.bucket import NumberStats, StepBucket, merge_buckets
-from ampwise.runs.rows import SKIP_RATE_STEPS
+from ampwise.runs.rows import SKIP_RATE_STEPS, StepBucket, merge_buckets
 
-__all__ = ["METRICS", "by_optimizer", "plain", "skip_rates", "spread_of", "thin_out"]
-
-METRICS = ("loss", "norm", "scale", "lr")
+__all__ = ["by_optimizer", "skip_rates", "thin_out"]
 
 
 def by_optimizer(buckets: Sequence[StepBucket]) -> dict[int, list[StepBucket]]:
@@ -25,13 +21,22 @@ def by_optimizer(buckets: Sequence[StepBucket]) -> dict[int, list[StepBucket]]:
 
 def thin_out(buckets: Sequence[StepBucket], most: int) -> list[StepBucket]:
     """Merge buckets to at most ``most`` per optimizer, over equal ranges of steps, sorted by optimizer and step."""
-    return [bucket for line in by_optimizer(buckets).values() for bucket in _thin_line(line, most)]
+    thinned: list[StepBucket] = []
+    for line in by_optimizer(buckets).values():
+        if len(line) <= most:
+            thinned += line
+            continue
+        start, span = line[0].first, line[-1].first + 1 - line[0].first
+        places = ((bucket.first - start) * most // span for bucket in line)
+        groups = itertools.groupby(zip(places, line, strict=True), key=lambda pair: pair[0])
+        thinned += [merge_buckets([bucket for _, bucket in group]) for _, group in groups]
+    return thinned
 
 
 def skip_rates(line: Sequence[StepBucket]) -> list[float]:
     """Return, for each bucket of one optimizer, the share of skipped steps.
 
-    The share is taken over the last SKIP_RATE_OVER steps, or over the bucket's own if it has more.
+    The share is taken over the last SKIP_RATE_STEPS steps, or over the bucket's own if it has more.
 
     >>> skip_rates([StepBucket(first=1, last=1, skipped=1), StepBucket(first=2, last=2)])
     [1.0, 0.5]
@@ -45,29 +50,3 @@ def skip_rates(line: Sequence[StepBucket]) -> list[float]:
             steps, skipped = steps - gone.count, skipped - gone.skipped
         rates.append(skipped / steps)
     return rates
-
-
-def spread_of(bucket: StepBucket, metric: str) -> NumberStats:
-    """Return the spread of one of METRICS in a bucket."""
-    found: NumberStats = getattr(bucket, metric)
-    return found
-
-
-def plain(bucket: StepBucket) -> dict[str, Any]:
-    """Return plain data for JSON: extremes, mean and number of values not finite of each metric; None if unknown."""
-    steps = {name: getattr(bucket, name) for name in ("optimizer", "first", "last", "count", "skipped")}
-    return steps | {metric: _plain_spread(spread_of(bucket, metric)) for metric in METRICS}
-
-
-def _plain_spread(spread: NumberStats) -> dict[str, Any] | None:
-    if not spread.known:
-        return None
-    return {"low": spread.low, "mean": spread.mean, "high": spread.high, "not_finite": spread.bad}
-
-
-def _thin_line(line: list[StepBucket], most: int) -> list[StepBucket]:
-    if len(line) <= most:
-        return line
-    start, stop = line[0].first, line[-1].first + 1
-    groups = itertools.groupby(line, key=lambda bucket: (bucket.first - start) * most // (stop - start))
-    return [merge_buckets(list(group)) for _, group in groups]

@@ -28,22 +28,19 @@ def format_short(value: object) -> str:
     >>> format_short(True), format_short(["a", "b"]), format_short(["a"] * 9), format_short({"fp16": 0.5})
     ('yes', 'a, b', 'a, a, a, a and 5 more', 'fp16 0.5')
     """
-    text = _written(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
-
-
-def _written(value: object) -> str:
     if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, Mapping):
-        value = [f"{_key(name)} {format_short(part)}" for name, part in value.items() if part is not None]
-    if not isinstance(value, (list, tuple)):
-        return str(value)
-    named = ", ".join(format_short(part) for part in value[:NAMED])
-    more = len(value) - NAMED
-    return f"{named} and {more:,} more" if more > 0 else named
+        text = "yes" if value else "no"
+    elif isinstance(value, float):
+        text = f"{value:.6g}"
+    elif isinstance(value, (Mapping, list, tuple)):
+        parts = list(value)
+        if isinstance(value, Mapping):
+            parts = [f"{_key(name)} {format_short(part)}" for name, part in value.items() if part is not None]
+        more = len(parts) - NAMED
+        text = ", ".join(map(format_short, parts[:NAMED])) + (f" and {more:,} more" if more > 0 else "")
+    else:
+        text = str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def evidence_line(evidence: Mapping[str, Any]) -> str:
@@ -54,13 +51,12 @@ def evidence_line(evidence: Mapping[str, Any]) -> str:
     >>> evidence_line({"note": "It runs compiled.", "capsule": "step-000012"})
     'note: It runs compiled; capsule: step-000012'
     """
-    parts = [f"{_key(name)}: {_evidence(name, value)}" for name, value in evidence.items() if value is not None]
+    parts = []
+    for name, value in evidence.items():
+        if value is not None:
+            is_share = "share" in str(name) and isinstance(value, float) and 0 <= value <= 1
+            parts.append(f"{_key(name)}: {format_percent(value) if is_share else format_short(value)}")
     return "; ".join([*(part.removesuffix(".") for part in parts[:-1]), *parts[-1:]])
-
-
-def _evidence(name: object, value: object) -> str:
-    is_share = "share" in str(name) and isinstance(value, float) and 0 <= value <= 1
-    return format_percent(value) if is_share and isinstance(value, float) else format_short(value)
 
 
 def _key(name: object) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ampwise.errors import UnknownName
 from ampwise.numbers.census.algebra import Census
@@ -14,10 +14,7 @@ from ampwise.numbers.census.underflow import NO_UNDERFLOW, Underflow, scale_expo
 from ampwise.numbers.formats import Format, find_scalar_format
 from ampwise.report.formatting import format_percent, format_scale
 from ampwise.report.run_facts import optimizer_names
-
-if TYPE_CHECKING:
-    from ampwise.runs.reader import Run
-    from ampwise.runs.rows import LayerSample
+from ampwise.runs.reader import Run
 
 __all__ = ["LayerGradients", "describe_layers", "layers_headings", "layers_of", "layers_title"]
 
@@ -112,17 +109,32 @@ class LayerGradients:
 
 def layers_of(run: Run) -> list[LayerGradients]:
     """Return every parameter of every optimizer, worst first; equally bad ones in the order of the model."""
-    fmt, owners = _format(run), optimizer_names(run)
+    owners = optimizer_names(run)
+    try:
+        fmt = find_scalar_format(str(run.facts.get("precision")))
+        fmt = fmt if fmt.name in ("fp16", "bf16") else find_scalar_format("fp32")
+    except (UnknownName, ValueError):  # a killed run has not recorded it; a loss scale means FP16
+        scaled = any(bucket.scale.known for bucket in run.steps) or any(one.scale is not None for one in run.layers)
+        fmt = find_scalar_format("fp16" if scaled else "fp32")
     optimizers = sorted({sample.optimizer for sample in run.layers})
     totals = {optimizer: run.total_layers(optimizer) for optimizer in optimizers}
     everything = sum(census.count for layers in totals.values() for census in layers.values())
     found = []
     for optimizer, layers in totals.items():
         samples = [sample for sample in run.layers if sample.optimizer == optimizer]
-        scale = _present_scale(run, samples, optimizer)
-        steps, lost = _sampled(samples), _underflows(samples, scale) if fmt.name == "fp16" else None
-        found += [
-            LayerGradients(
+        known = [bucket.scale.mean for bucket in run.rows(optimizer) if bucket.scale.mean is not None]
+        known = known or [sample.scale for sample in samples if sample.scale is not None]
+        scale = known[-1] if known else None
+        steps: Counter[str] = Counter()
+        last: dict[str, tuple[Census, float | None]] = {}  # the last finite sample of each layer, and its scale
+        for sample in samples:
+            steps.update(dict.fromkeys(sample.layers, sample.steps))
+            last |= {name: (census, sample.scale) for name, census in sample.layers.items() if census.finite}
+        for name, census in layers.items():
+            lost = None
+            if fmt.name == "fp16":
+                lost = _underflow_now(*last[name], scale) if name in last else NO_UNDERFLOW
+            layer = LayerGradients(
                 name=name,
                 optimizer=optimizer,
                 owner=owners.get(optimizer, f"optimizer {optimizer}"),
@@ -131,11 +143,17 @@ def layers_of(run: Run) -> list[LayerGradients]:
                 share=census.count / max(1, everything),
                 fmt=fmt,
                 scale=scale,
-                underflow=None if lost is None else lost.get(name, NO_UNDERFLOW),
+                underflow=lost,
             )
-            for name, census in layers.items()
-        ]
-    return sorted(found, key=_badness)
+            found.append(layer)
+
+    def badness(layer: LayerGradients) -> tuple[object, ...]:
+        # Rounded to a thousandth: a finer order would be noise, and would shuffle the layers of a healthy model. Being
+        # near overflow is not bad: a growing scale ends there in the best of runs.
+        shares = (-round(layer.lost or 0.0, 3), -round(layer.subnormal or 0.0, 3))
+        return (layer.census.finite, not layer.dead, *shares)
+
+    return sorted(found, key=badness)
 
 
 def layers_title(layers: Sequence[LayerGradients]) -> str:
@@ -158,51 +176,18 @@ def describe_layers(layers: Sequence[LayerGradients]) -> str:
     over = f"Unscaled gradients over {steps:,} sampled step{'' if steps == 1 else 's'}"
     if layers[0].underflow is None:
         return over
+    scales = {layer.scale for layer in layers}
+    scale = layers[0].scale
+    if len(scales) > 1:
+        at = "at each optimizer's last loss scale"
+    else:
+        at = "without a loss scale" if scale is None else f"at the last loss scale, {format_scale(scale)}"
     # What is lost now: an average over earlier scales would not say what to do.
     which = "" if steps == 1 else "in the last finite one, "
-    return f"{over}; lost and subnormal in FP16 {which}{_at_scale(layers)}"
+    return f"{over}; lost and subnormal in FP16 {which}{at}"
 
 
-def _at_scale(layers: Sequence[LayerGradients]) -> str:
-    scales = {layer.scale for layer in layers}
-    if len(scales) > 1:
-        return "at each optimizer's last loss scale"
-    (scale,) = scales
-    return "without a loss scale" if scale is None else f"at the last loss scale, {format_scale(scale)}"
-
-
-def _badness(layer: LayerGradients) -> tuple[object, ...]:
-    # Rounded to a thousandth: a finer order would be noise, and would shuffle the layers of a healthy model. Being near
-    # overflow is not bad: a growing scale ends there in the best of runs.
-    shares = (-round(layer.lost or 0.0, 3), -round(layer.subnormal or 0.0, 3))
-    return (layer.census.finite, not layer.dead, *shares)
-
-
-def _format(run: Run) -> Format:
-    """Return the format that the run computed in; for a killed run without that fact, FP16 if it has a loss scale."""
-    try:
-        found = find_scalar_format(str(run.facts.get("precision")))
-    except (UnknownName, ValueError):
-        scaled = any(bucket.scale.known for bucket in run.steps) or any(one.scale is not None for one in run.layers)
-        return find_scalar_format("fp16" if scaled else "fp32")
-    return found if found.name in ("fp16", "bf16") else find_scalar_format("fp32")
-
-
-def _sampled(samples: Iterable[LayerSample]) -> Counter[str]:
-    """Count the sampled steps of each layer."""
-    steps: Counter[str] = Counter()
-    for sample in samples:
-        steps.update(dict.fromkeys(sample.layers, sample.steps))
-    return steps
-
-
-def _underflows(samples: Sequence[LayerSample], scale: float | None) -> dict[str, Underflow]:
-    """Return what FP16 lost of each layer in its last finite sample, as the rules do."""
-    last = {name: (census, at.scale) for at in samples for name, census in at.layers.items() if census.finite}
-    return {name: _at_present(census, then, scale) for name, (census, then) in last.items()}
-
-
-def _at_present(census: Census, then: float | None, now: float | None) -> Underflow:
+def _underflow_now(census: Census, then: float | None, now: float | None) -> Underflow:
     """Return the underflow of a sample at the current scale.
 
     If the scale has grown since the sample, the loss is that of the sample: lost values cannot be recovered. If it has
@@ -213,10 +198,3 @@ def _at_present(census: Census, then: float | None, now: float | None) -> Underf
         return found
     gone = census.flushed("fp16", k)
     return Underflow(found.nonzero - gone, census.subnormal("fp16", k).low, found.lost + gone)
-
-
-def _present_scale(run: Run, samples: Sequence[LayerSample], optimizer: int) -> float | None:
-    for bucket in reversed(run.steps):
-        if bucket.optimizer == optimizer and bucket.scale.mean is not None:
-            return bucket.scale.mean
-    return next((sample.scale for sample in reversed(samples) if sample.scale is not None), None)

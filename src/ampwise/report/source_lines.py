@@ -1,18 +1,163 @@
-"""The source lines around a finding, from the record: the script may have changed since it ran."""
+"""The source lines around a place, with carets under the span: from the file, or from a record.
+
+A record has its own copy of the lines, because the script may have changed since it ran.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import stat
+from collections.abc import Mapping
 
 from ampwise.finding import Place
-from ampwise.report.printers.excerpt import CONTEXT, SourceFiles, excerpt
+from ampwise.finding.terminal import paint, printable
 
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     from ampwise.runs.rows import CountedFinding
 
-__all__ = ["excerpt_lines", "line_number_width", "recorded_lines"]
+__all__ = [
+    "SourceFiles",
+    "excerpt",
+    "excerpt_lines",
+    "gutter_width",
+    "line_number_width",
+    "line_start",
+    "recorded_lines",
+]
 
+CONTEXT = 2  # lines before and after
+MAX_LINE_WIDTH = 160  # characters of a line to show; a line of data can be a megabyte
+LEAD_IN = 40  # characters to show before the span when the line is cut
+LARGEST_BYTES = 10_000_000  # a larger file is not a script
+LARGEST_NOTEBOOK_BYTES = 100_000_000  # a notebook contains its images
 LAST_LINE = 1_000_000  # a record with a higher line number is damaged
+NOTEBOOK = ".ipynb"
+
+
+class SourceFiles:
+    """The files that findings refer to, each read once; ``texts`` has those that are not on disk, by name."""
+
+    def __init__(self, texts: Mapping[str, str] | None = None) -> None:
+        self._texts = texts or {}
+        self._lines: dict[str, dict[int | None, list[str]]] = {}
+
+    def lines(self, file: str, cell: int | None = None) -> list[str]:
+        """Return the lines of a file, or of a notebook's cell; none if it cannot be read as Python source."""
+        if file not in self._lines:
+            text = self._texts[file] if file in self._texts else _read(file)
+            self._lines[file] = _cells(text) if file.endswith(NOTEBOOK) else {None: _split(text)}
+        return self._lines[file].get(cell, [])
+
+    def near(self, place: Place) -> dict[int, str]:
+        """Return the lines around a place, by number; none if it has no line, or the file no longer has that line."""
+        lines = [] if place.file is None else self.lines(place.file, place.cell)
+        if place.line is None or place.line > len(lines):
+            return {}
+        first = max(1, place.line - CONTEXT)
+        return dict(enumerate(lines[first - 1 : place.line + CONTEXT], first))
+
+
+def excerpt(place: Place, sources: SourceFiles, colour: bool = False) -> list[str]:
+    """Return the lines to print for ``place``; none if there are none.
+
+    A span of several lines is underlined on its first line.
+    """
+    return _drawn(place, sources.near(place), colour)
+
+
+def gutter_width(place: Place, sources: SourceFiles) -> int:
+    """Return the width of the excerpt's line numbers, to align other lines with it."""
+    return len(str(max(sources.near(place), default=1)))
+
+
+def line_start(line: str) -> str:
+    """Return the part of a line to show if nothing in it is marked."""
+    return _shown(line[:MAX_LINE_WIDTH]) + ("..." if len(line) > MAX_LINE_WIDTH else "")
+
+
+def _drawn(place: Place, lines: Mapping[int, str], colour: bool) -> list[str]:
+    if not lines:
+        return []
+    gutter = len(str(max(lines)))
+    blank = paint(f"{'':{gutter}} |", "gutter", colour)
+    output = [blank]
+    for number, line in lines.items():
+        code, marks = _cut(line, place) if number == place.line and place.column is not None else (line_start(line), "")
+        output.append(f"{paint(f'{number:{gutter}} |', 'gutter', colour)} {code}".rstrip())
+        if marks:
+            output.append(f"{blank} {paint(marks, 'error', colour)}")
+    return [*output, blank]
+
+
+def _cut(line: str, place: Place) -> tuple[str, str]:
+    """Return the part of a line to show, and the carets to print under it."""
+    column = place.column or 1
+    start = min(column - 1, len(line))
+    if place.end_line is None or place.end_column is None:
+        stop = column
+    else:
+        stop = len(line.rstrip()) if place.end_line != place.line else min(place.end_column - 1, len(line))
+    stop = max(stop, start + 1)
+    first = max(0, start - LEAD_IN) if stop > MAX_LINE_WIDTH else 0
+    last = first + MAX_LINE_WIDTH
+    before = ("..." if first else "") + _shown(line[first:start])
+    marked = _shown(line[start : min(stop, last)])
+    after = _shown(line[stop:last]) + ("..." if len(line) > last else "")
+    return before + marked + after, " " * _width(before) + "^" * max(1, _width(marked))
+
+
+def _shown(text: str) -> str:
+    return printable(text.replace("\t", "    "))
+
+
+def _width(text: str) -> int:
+    """Return the width in terminal columns: wide characters take two, combining marks none."""
+    if text.isascii():
+        return len(text)
+    import unicodedata  # slow to import, and rarely needed
+
+    # Mn and Me: marks on the previous character, also those that do not combine, such as a variation selector.
+    shown = (char for char in text if unicodedata.category(char) not in ("Mn", "Me"))
+    return sum(1 + (unicodedata.east_asian_width(char) in "WF") for char in shown)
+
+
+def _read(file: str) -> str:
+    import tokenize  # slow to import, and needed only if there are findings
+
+    largest = LARGEST_NOTEBOOK_BYTES if file.endswith(NOTEBOOK) else LARGEST_BYTES
+    try:
+        status = os.stat(file)  # noqa: PTH116 (pathlib is slow to import)
+        # No pipes and devices, which might never end.
+        if not stat.S_ISREG(status.st_mode) or status.st_size > largest:
+            return ""
+        if file.endswith(NOTEBOOK):
+            with open(file, encoding="utf-8-sig") as notebook:  # noqa: PTH123
+                return notebook.read()
+        with tokenize.open(file) as script:  # uses the encoding that the script declares
+            return script.read()
+    except (OSError, SyntaxError, ValueError, LookupError):  # missing, or not Python source in any encoding
+        return ""
+
+
+def _split(text: str) -> list[str]:
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    return lines[:-1] if lines[-1] == "" else lines
+
+
+def _cells(text: str) -> dict[int | None, list[str]]:
+    """Return the lines of each cell of a notebook, by number; empty if the notebook is invalid."""
+    import json
+
+    try:
+        sources = [cell["source"] for cell in json.loads(text)["cells"]]
+        codes = [source if isinstance(source, str) else "".join(source) for source in sources]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return {number: _split(code) for number, code in enumerate(codes, 1)}
+
+
+# --- lines of a record ---------------------------------------------------------------------------------------------
 
 
 def recorded_lines(counted: CountedFinding, context: int = CONTEXT) -> dict[int, str]:
@@ -28,37 +173,14 @@ def recorded_lines(counted: CountedFinding, context: int = CONTEXT) -> dict[int,
 
 def excerpt_lines(counted: CountedFinding, colour: bool) -> list[str]:
     """Return the lines with their numbers, and carets under the marked span, as the linter shows them."""
-    lines = recorded_lines(counted)
-    if not lines:
-        return []
-    first = min(lines)
-    place = _marked(counted.finding.place, lines)
-    drawn = excerpt(place, _RecordedLines([*[""] * (first - 1), *lines.values()]), colour)
-    not_kept = first - max(1, (place.line or 1) - CONTEXT)
-    return [*drawn[:1], *drawn[1 + not_kept :]]
+    lines, place = recorded_lines(counted), counted.finding.place
+    text = lines.get(place.line or 0, "")
+    if place.column is None and text.strip():  # a call recorded at run time: mark the whole line
+        start, stop = len(text) - len(text.lstrip()) + 1, len(text.rstrip()) + 1
+        place = Place(file=place.file, line=place.line, column=start, end_line=place.line, end_column=stop)
+    return _drawn(place, lines, colour)
 
 
 def line_number_width(counted: CountedFinding) -> int:
     """Return the width of the line numbers."""
     return len(str(max(recorded_lines(counted), default=1)))
-
-
-class _RecordedLines(SourceFiles):
-    """Source lines that need not be read from a file."""
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__()
-        self._kept = lines
-
-    def around(self, place: Place) -> list[str]:
-        return self._kept
-
-
-def _marked(place: Place, lines: dict[int, str]) -> Place:
-    """Return the span to mark: the whole line if the place has no column, as for calls recorded at run time."""
-    line = place.line or 1
-    text = lines[line]
-    if place.column is not None or not text.strip():
-        return place
-    start, stop = len(text) - len(text.lstrip()) + 1, len(text.rstrip()) + 1
-    return Place(file=place.file, line=line, column=start, end_line=line, end_column=stop, cell=place.cell)

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Severity
-from ampwise.report.run_facts import sentences
-
-if TYPE_CHECKING:
-    from ampwise.runs.bucket import StepBucket
-    from ampwise.runs.reader import Run
-    from ampwise.runs.rows import CountedFinding
+from ampwise.report.run_facts import sentences, steps_of
+from ampwise.runs.events import LoggedEvent
+from ampwise.runs.reader import Run
+from ampwise.runs.rows import CountedFinding
 
 __all__ = [
     "UNKNOWN",
     "count_by_severity",
     "ending",
+    "event_lines",
     "is_empty_run",
+    "latest_events",
     "occurrence",
     "opening",
     "run_mood",
     "setup_of",
-    "skip_rate",
-    "steps_of",
     "verdict",
     "worst_first",
 ]
@@ -32,11 +28,6 @@ __all__ = [
 REASONS = ("Nothing was watched", "Some calls could not be followed")  # notes that explain why nothing was measured
 UNKNOWN = "unknown"  # the status of a record without one
 RANKS_NAMED = 8  # ranks to list by number
-
-
-def worst_first(findings: Sequence[CountedFinding]) -> list[CountedFinding]:
-    """Sort findings: errors, warnings, advice; within these, the most frequent first, then the earliest."""
-    return sorted(findings, key=_badness)
 
 
 def verdict(run: Run) -> str:
@@ -74,19 +65,77 @@ def run_mood(run: Run) -> str:
 def _judged(run: Run) -> str:
     findings = worst_first(run.merged_findings())
     steps = steps_of(run)
-    where = f"{_counted(steps, 'step')} of {script_of(run)}" if steps else f"{script_of(run)}, which took no step"
+    script = run.manifest.get("script") or ("a script without a name" if run.manifest else "an unknown script")
+    where = f"{_counted(steps, 'step')} of {script}" if steps else f"{script}, which took no step"
     about = f"{where}{setup_of(run)}"
     if not findings and not run.findings_known:
         return f"The findings of {about}{'' if steps else ','} could not {'all ' if run.ranks else ''}be read"
     if not findings:
         return f"{'No findings' if steps else 'Nothing to judge'} in {about}"
     more = "" if run.findings_known else ", and more that could not be read,"
-    return f"{count_by_severity([one.finding for one in findings])}{more} in {about}: {_headline(findings[0].finding)}"
+    # The rule's summary as the end of a sentence: in lower case, unless it starts with a name.
+    worst = findings[0].finding.rule.summary.strip().rstrip(".")
+    first = worst.split(maxsplit=1)[0]
+    if len(first) == 1 or first[1:].islower():
+        worst = worst[:1].lower() + worst[1:]
+    return f"{count_by_severity([one.finding for one in findings])}{more} in {about}: {worst}"
+
+
+def setup_of(run: Run) -> str:
+    """Return the precision, whether a scaler was used, and the ranks: " (fp16, scaler)"; empty if none is known."""
+    precision = run.facts.get("precision")
+    scaler = "scaler" if any(bucket.scale.known for bucket in run.steps) else ""
+    ranks = f"{1 + len(run.ranks):,} ranks" if run.ranks else ""
+    known = ", ".join(part for part in (str(precision or ""), scaler, ranks) if part)
+    return f" ({known})" if known else ""
 
 
 def _ended_badly(run: Run) -> bool:
     killed = run.status.startswith("running") and run.alive is False
     return killed or run.status == "failed" or (run.status == "finished" and bool(run.manifest.get("exit_code")))
+
+
+def ending(run: Run) -> str:
+    """Describe how the script ended; empty for one that finished with exit code 0."""
+    code = run.manifest.get("exit_code")
+    status = run.status
+    if status == "finished":
+        return "" if not code else f"The script ended with exit code {code}."
+    if status == "failed":
+        error = run.manifest.get("error")
+        parts = [str(error[part]) for part in ("type", "message") if error.get(part)] if isinstance(error, dict) else []
+        text = f" with {': '.join(parts).rstrip('.')}" if parts else ""
+        return f"The script failed{text}{'' if code is None else f' (exit code {code})'}."
+    if status == "interrupted":
+        return "The run was interrupted; this is what it had recorded until then."
+    if status.startswith("running"):
+        return {
+            None: "The run is still going or was killed: its record has no end. This is what it has recorded so far.",
+            True: "The run is still going; this is what it has recorded so far.",
+            False: "The run was killed before it could finish its record; this is what it had recorded.",
+        }[run.alive]
+    if status == UNKNOWN:
+        return f"How the run ended is unknown{'' if run.manifest else ': its manifest could not be read'}."
+    return f"The run ended with the status {status!r}."
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+# --- findings ------------------------------------------------------------------------------------------------------
+
+
+def worst_first(findings: Sequence[CountedFinding]) -> list[CountedFinding]:
+    """Sort findings: errors, warnings, advice; within these, the most frequent first, then the earliest."""
+
+    def badness(counted: CountedFinding) -> tuple[object, ...]:
+        finding, place = counted.finding, counted.finding.place
+        first = float("inf") if counted.first_step is None else counted.first_step
+        how_bad = (finding.severity.rank, not finding.rule.names_the_cause, -counted.count, first, finding.rule.code)
+        return (*how_bad, place.file or "", place.line or 0, place.parameter or "", finding.message)
+
+    return sorted(findings, key=badness)
 
 
 def count_by_severity(findings: Sequence[Finding]) -> str:
@@ -119,92 +168,22 @@ def occurrence(counted: CountedFinding) -> str:
     return "" if parts == ["once"] else ", ".join(parts)
 
 
-def steps_of(run: Run) -> int:
-    """Return the number of steps of a run: those of the optimizer that took the most, including skipped ones."""
-    recorded = run.facts.get("steps")
-    if isinstance(recorded, int) and not isinstance(recorded, bool) and recorded >= 0:
-        return recorded
-    taken: Counter[int] = Counter()  # an unfinished run has not recorded the number
-    for bucket in run.steps:
-        taken[bucket.optimizer] += bucket.count
-    return max(taken.values(), default=0)
+# --- events --------------------------------------------------------------------------------------------------------
 
 
-def skip_rate(steps: Sequence[StepBucket]) -> float | None:
-    """Return the share of skipped steps over all optimizers; None if there are no steps."""
-    taken = sum(bucket.count for bucket in steps)
-    return sum(bucket.skipped for bucket in steps) / taken if taken else None
+def latest_events(run: Run, most: int) -> tuple[list[tuple[LoggedEvent, str]], int]:
+    """Return the last events in order, each with the advice to show, and how many earlier ones there are.
+
+    Advice is shown once for each kind of event, with the last one.
+    """
+    shown = run.events[-most:]
+    last = {event.name: number for number, event in enumerate(shown)}
+    advised = [(event, event.advice if last[event.name] == number else "") for number, event in enumerate(shown)]
+    return advised, len(run.events) - len(shown)
 
 
-def script_of(run: Run) -> str:
-    """Return the name of the script that ran."""
-    nameless = "a script without a name" if run.manifest else "an unknown script"
-    return str(run.manifest.get("script") or nameless)
-
-
-def setup_of(run: Run) -> str:
-    """Return the precision, whether a scaler was used, and the ranks: " (fp16, scaler)"; empty if none is known."""
-    precision = run.facts.get("precision")
-    scaler = "scaler" if any(bucket.scale.known for bucket in run.steps) else ""
-    ranks = f"{1 + len(run.ranks):,} ranks" if run.ranks else ""
-    known = ", ".join(part for part in (str(precision or ""), scaler, ranks) if part)
-    return f" ({known})" if known else ""
-
-
-def ending(run: Run) -> str:
-    """Describe how the script ended; empty for one that finished with exit code 0."""
-    code = run.manifest.get("exit_code")
-    status = run.status
-    if status == "finished":
-        return "" if not code else f"The script ended with exit code {code}."
-    if status == "failed":
-        return f"The script failed{_error(run)}{'' if code is None else f' (exit code {code})'}."
-    if status == "interrupted":
-        return "The run was interrupted; this is what it had recorded until then."
-    if status.startswith("running"):
-        return _unfinished(run.alive)
-    if status == UNKNOWN:
-        return f"How the run ended is unknown{'' if run.manifest else ': its manifest could not be read'}."
-    return f"The run ended with the status {status!r}."
-
-
-def _unfinished(alive: bool | None) -> str:
-    if alive is None:
-        return "The run is still going or was killed: its record has no end. This is what it has recorded so far."
-    if alive:
-        return "The run is still going; this is what it has recorded so far."
-    return "The run was killed before it could finish its record; this is what it had recorded."
-
-
-def _error(run: Run) -> str:
-    error = run.manifest.get("error")
-    if not isinstance(error, dict):
-        return ""
-    text = ": ".join(str(error[part]) for part in ("type", "message") if error.get(part))
-    return f" with {text.rstrip('.')}" if text else ""
-
-
-def _badness(counted: CountedFinding) -> tuple[object, ...]:
-    finding, place = counted.finding, counted.finding.place
-    first = float("inf") if counted.first_step is None else counted.first_step
-    where = (place.file or "", place.line or 0, place.parameter or "")
-    return (
-        finding.severity.rank,
-        not finding.rule.names_the_cause,
-        -counted.count,
-        first,
-        finding.rule.code,
-        *where,
-        finding.message,
-    )
-
-
-def _headline(finding: Finding) -> str:
-    """Return the rule's summary as the end of a sentence: in lower case, unless it starts with a name."""
-    text = finding.rule.summary.strip().rstrip(".")
-    first = text.split(maxsplit=1)[0]
-    return text[:1].lower() + text[1:] if len(first) == 1 or first[1:].islower() else text
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def event_lines(run: Run, most: int) -> list[str]:
+    """Return the last events as sentences, after one that counts the earlier ones."""
+    shown, earlier = latest_events(run, most)
+    lines = [f"{event}{f'. {advice}' if advice else ''}" for event, advice in shown]
+    return [*([f"{earlier:,} earlier ones: the JSON has all of them"] if earlier else []), *lines]

@@ -7,5 +7,5 @@
     ├── findings.json   findings, with the texts of their rules
     └── rank1/ …        the same files for each further rank
 
-``writer`` writes it, ``reader`` reads it; ``rows`` and ``bucket`` are its data types.
+``writer`` writes it, ``reader`` reads and follows it; ``rows`` has its data types, ``json_lines`` their lines.
 """

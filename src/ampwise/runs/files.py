@@ -13,15 +13,7 @@ from typing import IO, Any
 
 from ampwise.finding.strict_json import loads
 
-__all__ = [
-    "LONGEST_LINE",
-    "TEMPORARY_SUFFIX",
-    "AppendOnlyFile",
-    "open_regular",
-    "read_json",
-    "read_lines",
-    "write_atomically",
-]
+__all__ = ["TEMPORARY_SUFFIX", "AppendOnlyFile", "open_regular", "read_json", "write_atomically"]
 
 TEMPORARY_SUFFIX = ".new"  # suffix of a file until it is complete
 WRITING_SHARE = 0.01  # largest fraction of the time spent in write()
@@ -60,13 +52,6 @@ def read_json(path: Path, largest: int) -> Any:
     return loads(data)
 
 
-def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file."""
-    with open_regular(path, os.O_RDONLY, "rb") as file:
-        while line := file.readline(LONGEST_LINE):
-            yield line
-
-
 def open_regular(path: Path, flags: int, mode: str, buffering: int = -1) -> IO[bytes]:
     """Open a regular file; raise OSError for a link, or a pipe that would block."""
     if path.is_symlink():
@@ -77,6 +62,12 @@ def open_regular(path: Path, flags: int, mode: str, buffering: int = -1) -> IO[b
         os.close(descriptor)
         raise OSError(f"{path.name} is not a regular file")
     return os.fdopen(descriptor, mode, buffering=buffering)
+
+
+def _write_all(file: IO[bytes], data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 class AppendOnlyFile:
@@ -94,6 +85,9 @@ class AppendOnlyFile:
         self._buffered: list[str] = []
         self._buffered_size = 0
         self._due = 0.0
+        self._aside = path.with_name(path.name + TEMPORARY_SUFFIX)
+        self._rewriting: Iterator[None] | None = None  # begun by rewrite_some
+        self._finishing = False
         self._file = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb", buffering=0)
 
     def add(self, line: str) -> bool:
@@ -115,9 +109,7 @@ class AppendOnlyFile:
         lines, self._buffered, self._buffered_size = self._buffered, [], 0
         data = "".join(lines).encode()
         with self._dead_on_error():
-            left = memoryview(data)
-            while left:
-                left = left[self._file.write(left) :]
+            _write_all(self._file, data)
         self.lines += len(lines)
         self.bytes += len(data)
         now = time.perf_counter()
@@ -127,9 +119,40 @@ class AppendOnlyFile:
         """Replace the file's lines by the result of ``change``, and continue appending to it."""
         self.flush()
         with self._dead_on_error():
-            self.lines, self.bytes = write_atomically(self.path, change(read_lines(self.path)))
-            self._file.close()
-            self._file = open_regular(self.path, os.O_WRONLY | os.O_APPEND, "wb", buffering=0)
+            self._finishing = True
+            for _ in self._rewriting or self._rewrite(change):
+                pass
+            self._rewriting, self._finishing = None, False
+
+    def rewrite_some(self, change: Callable[[Iterable[bytes]], Iterable[bytes]]) -> None:
+        """Prepare one line of the next ``rewrite`` with the same ``change``; other lines can be added in between.
+
+        ``change`` gets an empty line where there are no more lines yet, and passes it on.
+        """
+        self.flush()
+        with self._dead_on_error():
+            if self._rewriting is None:
+                self._rewriting = self._rewrite(change)
+            next(self._rewriting)
+
+    def _rewrite(self, change: Callable[[Iterable[bytes]], Iterable[bytes]]) -> Iterator[None]:
+        lines = size = 0
+        # Not buffered: a process that is forked meanwhile must not write a copy of the buffer when it ends.
+        with open_regular(self._aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb", buffering=0) as file:
+            for line in change(self._read_lines()):
+                _write_all(file, line)
+                lines, size = lines + bool(line), size + len(line)
+                yield
+            os.fsync(file.fileno())
+        os.replace(self._aside, self.path)  # noqa: PTH105 (tests patch this name)
+        self.lines, self.bytes = lines, size
+        self._file.close()
+        self._file = open_regular(self.path, os.O_WRONLY | os.O_APPEND, "wb", buffering=0)
+
+    def _read_lines(self) -> Iterator[bytes]:
+        with open_regular(self.path, os.O_RDONLY, "rb") as file:  # closed after the last line, before it is replaced
+            while (line := file.readline(LONGEST_LINE)) or not self._finishing:
+                yield line
 
     def close(self) -> None:
         """Write the buffered lines and close the file."""
@@ -138,11 +161,18 @@ class AppendOnlyFile:
         finally:
             self.dead = True
             self._file.close()
+            self._abandon_rewriting()
+
+    def _abandon_rewriting(self) -> None:
+        self._rewriting, self._finishing = None, False
+        with contextlib.suppress(OSError):
+            self._aside.unlink()
 
     @contextlib.contextmanager
     def _dead_on_error(self) -> Iterator[None]:
         try:
             yield
-        except OSError:
-            self.dead = True
+        except BaseException as error:
+            self.dead |= isinstance(error, OSError)
+            self._abandon_rewriting()
             raise

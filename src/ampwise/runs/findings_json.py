@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from ampwise.errors import UnknownName
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding.registry import find_rule
 from ampwise.finding.strict_json import to_json_types
-from ampwise.rules import find_rule
 from ampwise.runs.json_lines import is_count
 from ampwise.runs.rows import CountedFinding
 
@@ -24,23 +24,7 @@ def findings_data(found: Iterable[CountedFinding]) -> dict[str, Any]:
     """Return the contents of findings.json."""
     listed = list(found)
     rules = {seen.finding.rule.code: seen.finding.rule.as_dict() for seen in listed}
-    return {"findings": [_seen_data(seen) for seen in listed], "rules": {code: rules[code] for code in sorted(rules)}}
-
-
-def _seen_data(seen: CountedFinding) -> dict[str, Any]:
-    finding = seen.finding.as_dict()
-    return {
-        **{name: to_json_types(finding[name]) for name in ("code", "name", "severity", "place", "message")},
-        "count": seen.count,
-        "fix": seen.finding.fix,
-        "evidence": to_json_types(seen.finding.evidence),
-        "first_step": seen.first_step,
-        "last_step": seen.last_step,
-        "ranks": list(seen.ranks),
-        "excerpt": to_json_types(seen.excerpt),
-        "diff": seen.diff,
-        "diff_is_safe": seen.diff_is_safe,
-    }
+    return {"findings": [to_json_types(seen.as_dict()) for seen in listed], "rules": dict(sorted(rules.items()))}
 
 
 def read_findings(data: Any) -> tuple[list[CountedFinding], list[str]]:
@@ -50,34 +34,39 @@ def read_findings(data: Any) -> tuple[list[CountedFinding], list[str]]:
     if not isinstance(entries, list) or not isinstance(rules, dict):
         return [], ["findings.json is invalid and was ignored."]
     found: list[CountedFinding] = []
-    broken = 0
     for entry in entries:
         try:
-            found.append(_read_seen(_expect(dict, entry), rules))
+            found.append(_read_finding(_expect(dict, entry), rules))
         except (ValueError, KeyError):
-            broken += 1
+            continue
+    broken = len(entries) - len(found)
     return found, [f"findings.json: {broken} of {len(entries)} findings are invalid and were ignored."] * bool(broken)
 
 
 # --- parts of a finding; each raises ValueError or KeyError if it is invalid ---------------------------------------
 
 
-def _read_seen(data: Mapping[str, Any], rules: Mapping[str, Any]) -> CountedFinding:
-    finding = Finding(
-        rule=_rule(_expect(str, data["code"]), _expect(str, data["name"]), rules),
-        place=_place(_expect(dict, data["place"])),
-        message=_expect(str, data["message"]),
-        evidence=_expect(dict, data["evidence"]),
-        fix=_expect(str, data["fix"]),
-    )
+def _read_finding(data: Mapping[str, Any], rules: Mapping[str, Any]) -> CountedFinding:
+    excerpt = _expect(dict, data.get("excerpt", {}))
+    if excerpt:
+        _count(excerpt.get("first_line"))
+        for line in _expect(list, excerpt.get("lines")):
+            _expect(str, line)
+    steps = [None if data.get(name) is None else _count(data[name]) for name in ("first_step", "last_step")]
     diff = data.get("diff")  # missing in older records
     return CountedFinding(
-        finding=finding,
+        finding=Finding(
+            rule=_rule(_expect(str, data["code"]), _expect(str, data["name"]), rules),
+            place=_place(_expect(dict, data["place"])),
+            message=_expect(str, data["message"]),
+            evidence=_expect(dict, data["evidence"]),
+            fix=_expect(str, data["fix"]),
+        ),
         count=_count(data["count"]),
-        first_step=_step(data.get("first_step")),
-        last_step=_step(data.get("last_step")),
+        first_step=steps[0],
+        last_step=steps[1],
         ranks=[_count(rank) for rank in _expect(list, data.get("ranks", []))],
-        excerpt=_excerpt(_expect(dict, data.get("excerpt", {}))),
+        excerpt=excerpt,
         diff=diff if isinstance(diff, str) else "",
         diff_is_safe=data.get("diff_is_safe") is not False,
     )
@@ -87,10 +76,10 @@ def _rule(code: str, name: str, stored: Mapping[str, Any]) -> Rule:
     """Return the installed rule, or the stored one if the code is unknown or belongs to another rule now."""
     try:
         rule = find_rule(code)
+        if rule.name == name or code not in stored:
+            return rule
     except UnknownName:
-        rule = None
-    if rule is not None and (rule.name == name or code not in stored):
-        return rule
+        pass
     texts = {part: value for part, value in _expect(dict, stored[code]).items() if part in Rule.__slots__}
     if missing := [part for part in RULE_TEXTS if not isinstance(texts.get(part), str)]:
         raise ValueError(f"a rule without {missing[0]}")
@@ -105,18 +94,6 @@ def _place(data: Mapping[str, Any]) -> Place:
         if not is_valid and not (value is None and name in Place.__slots__):
             raise ValueError(f"{value!r:.80} is not a valid {name[:20]} of a place")
     return Place(**data)
-
-
-def _excerpt(data: dict[str, Any]) -> dict[str, Any]:
-    if data:
-        _count(data.get("first_line"))
-        for line in _expect(list, data.get("lines")):
-            _expect(str, line)
-    return data
-
-
-def _step(value: Any) -> int | None:
-    return None if value is None else _count(value)
 
 
 def _count(value: Any) -> int:

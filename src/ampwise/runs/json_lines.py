@@ -1,4 +1,4 @@
-"""Steps and layer samples as lines of JSON, and back.
+"""Steps and layer samples as lines of JSON, and back; and fewer lines for a run that gets long.
 
 The line of a step: ``{"s": step, "o": optimizer, "t": seconds, "l": loss, "n": norm, "g": scale, "r": lr, "x": 1}``.
 ``x`` marks a skipped step; unknown values are left out, and so are ``o`` and ``x`` if they are 0. For several merged
@@ -11,44 +11,40 @@ digits, more than FP32 has; the loss scale is exact, because it is compared betw
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ampwise.finding.strict_json import refuse_many, refuse_surrogates
+from ampwise.finding.strict_json import refuse_many, refuse_surrogates, to_json_types
 from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.formats import binade_of
-from ampwise.runs.bucket import NO_STATS, NumberStats, StepBucket
-from ampwise.runs.rows import LayerSample, StepRow
+from ampwise.runs.rows import NO_STATS, LayerSample, NumberStats, StepBucket, StepRow, merge_buckets
 
 __all__ = [
     "LINE_ERRORS",
     "bucket_line",
     "is_count",
     "layers_line",
-    "merge_layers",
-    "merge_steps",
     "object_line",
-    "parse_bucket",
     "read_bucket",
     "read_layers",
     "read_object",
     "step_line",
+    "thin_layers",
+    "thin_steps",
 ]
 
-LINE_ERRORS = (
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)  # errors that an invalid line can raise
-_DECODE = json.JSONDecoder().raw_decode
+# Errors that an invalid line can raise.
+LINE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+KEYS = {"l": "loss", "n": "norm", "g": "scale", "r": "lr"}
 LARGEST_COUNT = 2**63  # larger counts could overflow as floats
 MOST_BINADES = 2200  # FP64 has fewer
+LINES_AT_ONCE = 256  # parsed together while thinning
+_DECODE = json.JSONDecoder().raw_decode
 
 
 # --- steps ---------------------------------------------------------------------------------------------------------
@@ -64,14 +60,14 @@ def step_line(row: StepRow) -> str:
     if row.optimizer:
         parts.append(f'"o":{row.optimizer:d}')
     parts.append(f'"t":{_seconds(row.seconds)}')
-    if row.loss is not None:
-        parts.append(f'"l":{_short(row.loss)}')
-    if row.norm is not None:
-        parts.append(f'"n":{_short(row.norm)}')
-    if row.scale is not None:
-        parts.append(f'"g":{_exact(row.scale)}')
-    if row.lr is not None:
-        parts.append(f'"r":{_short(row.lr)}')
+    for key, value, text in (
+        ("l", row.loss, _short),
+        ("n", row.norm, _short),
+        ("g", row.scale, _exact),
+        ("r", row.lr, _short),
+    ):
+        if value is not None:
+            parts.append(f'"{key}":{text(value)}')
     return ",".join(parts) + (',"x":1}\n' if row.skipped else "}\n")
 
 
@@ -81,109 +77,162 @@ def bucket_line(bucket: StepBucket) -> str:
     if bucket.optimizer:
         parts.append(f'"o":{bucket.optimizer:d}')
     parts.append(f'"t":[{_seconds(bucket.began)},{_seconds(bucket.ended)}]')
-    for key, spread, text in (
-        ("l", bucket.loss, _short),
-        ("n", bucket.norm, _short),
-        ("g", bucket.scale, _exact),
-        ("r", bucket.lr, _short),
-    ):
-        if spread.known:
-            parts.append(f'"{key}":[{_spread(spread, bucket.count, text)}]')
+    for key, metric in KEYS.items():
+        stats: NumberStats = getattr(bucket, metric)
+        if stats == NO_STATS:
+            continue
+        low, mean, high, finite, nans, infs, negative_infs = stats
+        if low is None or mean is None or high is None:
+            numbers = "null,null,null"
+        elif key == "g":
+            numbers = f"{float(low)!r},{float(mean)!r},{float(high)!r}"
+        else:
+            numbers = f"{low:.7g},{mean:.7g},{high:.7g}"
+        counts = "" if finite == bucket.count else f",{finite},{nans},{infs},{negative_infs}"
+        parts.append(f'"{key}":[{numbers}{counts}]')
     return ",".join(parts) + (f',"x":{bucket.skipped:d}}}\n' if bucket.skipped else "}\n")
 
 
 def read_bucket(line: bytes | str) -> StepBucket:
     """Read the step or steps of a line; raise one of LINE_ERRORS if it is invalid."""
-    return parse_bucket(read_object(line))
+    return _bucket(read_object(line))
 
 
-def parse_bucket(data: Mapping[str, Any]) -> StepBucket:
-    """Return the step or steps of a parsed line."""
+def _bucket(data: Mapping[str, Any]) -> StepBucket:
     if "k" in data:
-        return _several(data)
-    step, seconds = _whole(data["s"]), _finite(data["t"])
-    return StepBucket(
-        optimizer=_whole(data.get("o", 0)),
-        first=step,
-        last=step,
-        skipped=_whole(data.get("x", 0)),
-        began=seconds,
-        ended=seconds,
-        loss=NumberStats.of(_number(data.get("l"))),
-        norm=NumberStats.of(_number(data.get("n"))),
-        scale=NumberStats.of(_number(data.get("g"))),
-        lr=NumberStats.of(_number(data.get("r"))),
-    )
-
-
-def merge_steps(rows: Sequence[Mapping[str, Any]]) -> StepBucket:
-    """Merge parsed lines of one step each: the same as adding up ``bucket_of`` of each, but faster.
-
-    Thinning does this to every step of a run, while the training waits.
-    """
-    steps = [row["s"] for row in rows]
-    return StepBucket(
-        optimizer=rows[0].get("o", 0),
-        first=min(steps),
-        last=max(steps),
-        count=len(rows),
-        skipped=sum(row.get("x", 0) for row in rows),
-        began=min(rows[0]["t"], rows[-1]["t"]),
-        ended=max(rows[0]["t"], rows[-1]["t"]),
-        loss=_spread_of([row.get("l") for row in rows]),
-        norm=_spread_of([row.get("n") for row in rows]),
-        scale=_spread_of([row.get("g") for row in rows]),
-        lr=_spread_of([row.get("r") for row in rows]),
-    )
-
-
-def _spread_of(values: list[Any]) -> NumberStats:
-    try:
-        total = sum(values)
-    except TypeError:  # None or "Infinity" among them
-        total = math.nan
-    if not math.isfinite(total):
-        return NumberStats.over([NumberStats.of(_number(value)) for value in values])
-    low, high = min(values), max(values)
-    return NumberStats(low, min(max(total / len(values), low), high), high, len(values))
-
-
-def _several(data: Mapping[str, Any]) -> StepBucket:
-    first, last = map(_whole, _list(data["s"]))
-    began, ended = map(_finite, _list(data["t"]))
-    count, skipped = _whole(data["k"]), _whole(data.get("x", 0))
+        (first, last), count = map(_count, _list(data["s"])), _count(data["k"])
+        began, ended = map(_finite, _list(data["t"]))
+    else:
+        first, count, began = _count(data["s"]), 1, _finite(data["t"])
+        last, ended = first, began
+    skipped = _count(data.get("x", 0))
     if first > last or skipped > count:
         raise ValueError(f"steps {first} to {last}, {skipped} of {count} skipped")
     return StepBucket(
-        optimizer=_whole(data.get("o", 0)),
+        optimizer=_count(data.get("o", 0)),
         first=first,
         last=last,
         count=count,
         skipped=skipped,
         began=began,
         ended=ended,
-        loss=_read_spread(data.get("l"), count),
-        norm=_read_spread(data.get("n"), count),
-        scale=_read_spread(data.get("g"), count),
-        lr=_read_spread(data.get("r"), count),
+        **{metric: _stats(data, key) for key, metric in KEYS.items()},
     )
 
 
-def _spread(spread: NumberStats, steps: int, text: Callable[[float], str]) -> str:
-    extremes = ["null" if value is None else text(value) for value in spread[:3]]
-    counts = [] if spread.finite == steps else [str(count) for count in spread[3:]]
-    return ",".join(extremes + counts)
-
-
-def _read_spread(data: Any, steps: int) -> NumberStats:
-    if data is None:
+def _stats(data: Mapping[str, Any], key: str) -> NumberStats:
+    value = data.get(key)
+    if value is None:
         return NO_STATS
-    values = _list(data)
-    counts = [_whole(count) for count in values[3:]] or [steps, 0, 0, 0]
-    low, mean, high = values[:3]
-    if not counts[0]:
-        return NumberStats(None, None, None, *counts)
-    return NumberStats(_finite(low), _finite(mean), _finite(high), *counts)
+    if "k" not in data:
+        return NumberStats.of(_number(value))
+    low, mean, high, *counts = _list(value)
+    finite, *others = map(_count, counts or [_count(data["k"]), 0, 0, 0])
+    if not finite:
+        return NumberStats(None, None, None, 0, *others)
+    return NumberStats(_finite(low), _finite(mean), _finite(high), finite, *others)
+
+
+def thin_steps(lines: Iterable[bytes], *, old: int, size: int) -> Iterator[bytes]:
+    """Merge the first ``old`` lines into buckets of up to ``size`` steps, and keep the others. Lines that are not
+    JSON are dropped.
+
+    Training waits for it, so it merges parsed lines, and makes no StepBucket of each.
+    """
+    remaining = iter(lines)
+    groups: dict[int, tuple[list[bytes], list[dict[str, Any]]]] = {}  # by optimizer: those of two networks alternate
+    totals: dict[int, int] = {}  # steps of each group
+    for line, data in _parsed(itertools.islice(remaining, old)):
+        optimizer, count = data.get("o", 0), data.get("k", 1)
+        try:
+            total = totals.get(optimizer, 0) + count
+        except TypeError:
+            continue
+        if total > size and optimizer in groups:
+            yield from _merged_lines(*groups.pop(optimizer))
+            total = count
+        if optimizer not in groups:
+            groups[optimizer] = ([], [])
+        totals[optimizer] = total
+        group_lines, rows = groups[optimizer]
+        group_lines.append(line)
+        rows.append(data)
+    for group in groups.values():
+        yield from _merged_lines(*group)
+    yield from remaining
+
+
+def _parsed(lines: Iterator[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Parse many lines at once, which takes half the time; one by one only if one of them is invalid."""
+    while several := list(itertools.islice(lines, LINES_AT_ONCE)):
+        try:
+            parsed = json.loads(b"[" + b",".join(several) + b"]")
+            if len(parsed) != len(several) or {*map(type, parsed)} != {dict}:
+                raise ValueError("expected one JSON object in each line")
+        except LINE_ERRORS:
+            for line in several:
+                with contextlib.suppress(*LINE_ERRORS):
+                    yield line, read_object(line)
+        else:
+            yield from zip(several, parsed, strict=True)
+
+
+def _merged_lines(lines: list[bytes], rows: list[dict[str, Any]]) -> list[bytes]:
+    """Merge lines of one optimizer into one; those with invalid values are left out."""
+    if len(lines) == 1:
+        return lines
+    try:
+        return [bucket_line(_merge_rows(rows)).encode()]
+    except LINE_ERRORS:
+        buckets = []
+        for line in lines:
+            with contextlib.suppress(*LINE_ERRORS):
+                buckets.append(read_bucket(line))
+        return [bucket_line(merge_buckets(buckets)).encode()] if buckets else []
+
+
+def _merge_rows(rows: list[dict[str, Any]]) -> StepBucket:
+    """Return ``merge_buckets`` of the buckets of parsed lines: fast if all are single steps, or all merged ones."""
+    merged = ["k" in row for row in rows]
+    if any(merged) and not all(merged):
+        return merge_buckets([_bucket(row) for row in rows])
+    firsts: Sequence[int]
+    lasts: Sequence[int]
+    begins: Sequence[float]
+    ends: Sequence[float]
+    if merged[0]:
+        firsts, lasts = zip(*[row["s"] for row in rows], strict=True)
+        begins, ends = zip(*[row["t"] for row in rows], strict=True)
+    else:
+        firsts = lasts = [row["s"] for row in rows]
+        begins = ends = [row["t"] for row in rows]
+    counts = [row.get("k", 1) for row in rows]
+    return StepBucket(
+        optimizer=rows[0].get("o", 0),
+        first=min(firsts),
+        last=max(lasts),
+        count=sum(counts),
+        skipped=sum([row.get("x", 0) for row in rows]),
+        began=min(begins),
+        ended=max(ends),
+        **{metric: _merge_stats(rows, key, counts) for key, metric in KEYS.items()},
+    )
+
+
+def _merge_stats(rows: list[dict[str, Any]], key: str, counts: list[int]) -> NumberStats:
+    values = [row.get(key) for row in rows]
+    if values.count(None) == len(values):
+        return NO_STATS
+    total = sum(counts)
+    try:
+        lows, means, highs = zip(*values, strict=True) if "k" in rows[0] else (values, values, values)
+        low, high = min(lows), max(highs)
+        mean = sum([mean * (count / total) for mean, count in zip(means, counts, strict=True)])
+        if math.isfinite(mean):
+            return NumberStats(low, min(max(mean, low), high), high, total)
+    except LINE_ERRORS:
+        pass  # some values are unknown, or not finite
+    return NumberStats.over([_stats(row, key) for row in rows])
 
 
 # --- layers --------------------------------------------------------------------------------------------------------
@@ -191,128 +240,133 @@ def _read_spread(data: Any, steps: int) -> NumberStats:
 
 def layers_line(sample: LayerSample) -> str:
     """Return the line of a layer sample."""
-    data = {
-        "s": [sample.first, sample.last],
-        "k": sample.steps,
-        "o": sample.optimizer,
-        "g": None if sample.scale is None else _valid(sample.scale),
-        "layers": {name: _census(census) for name, census in sample.layers.items()},
-    }
-    return object_line(data)
-
-
-def merge_layers(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two parsed samples: the same as adding two LayerSamples, but faster, without creating a Census."""
-    (first, _), (_, last) = one["s"], other["s"]
-    scales = [scale for scale in (_number(one["g"]), _number(other["g"])) if scale is not None]
-    mine, theirs = one["layers"], other["layers"]
-    layers = {name: _added(mine[name], theirs[name]) if name in theirs else mine[name] for name in mine}
-    return {
-        "s": [first, last],
-        "k": one["k"] + other["k"],
-        "o": one["o"],
-        "g": _valid(max(scales)) if scales else None,
-        "layers": layers | {name: census for name, census in theirs.items() if name not in mine},
-    }
-
-
-def _added(one: list[Any], other: list[Any]) -> list[Any]:
-    zeros, infs, nans, amax, amin, sum_squares, lowest, counts = one
-    zeros2, infs2, nans2, amax2, amin2, sum_squares2, lowest2, counts2 = other
-    return [
-        zeros + zeros2,
-        infs + infs2,
-        nans + nans2,
-        max(amax, amax2),
-        min(amin, amin2) or max(amin, amin2),
-        _valid(float(sum_squares) + float(sum_squares2)),
-        *_added_counts(lowest, counts, lowest2, counts2),
-    ]
-
-
-def _added_counts(lowest: int, counts: list[int], lowest2: int, counts2: list[int]) -> tuple[int, list[int]]:
-    if not counts or not counts2:
-        return (lowest, counts) if counts else (lowest2, counts2)
-    low, high = min(lowest, lowest2), max(lowest + len(counts), lowest2 + len(counts2))
-    one = [0] * (lowest - low) + counts + [0] * (high - lowest - len(counts))
-    other = [0] * (lowest2 - low) + counts2 + [0] * (high - lowest2 - len(counts2))
-    return low, list(map(operator.add, one, other))
+    return object_line(
+        {
+            "s": [sample.first, sample.last],
+            "k": sample.steps,
+            "o": sample.optimizer,
+            "g": to_json_types(sample.scale),
+            "layers": {name: _census_data(census) for name, census in sample.layers.items()},
+        }
+    )
 
 
 def read_layers(line: bytes | str) -> LayerSample:
     """Read the layer sample of a line; raise one of LINE_ERRORS if it is invalid."""
     data = read_object(line)
-    first, last = map(_whole, _list(data["s"]))
+    first, last = map(_count, _list(data["s"]))
     return LayerSample(
-        optimizer=_whole(data["o"]),
+        optimizer=_count(data["o"]),
         first=first,
         last=last,
-        steps=_whole(data["k"]),
+        steps=_count(data["k"]),
         scale=_number(data["g"]),
         layers={name: _read_census(census) for name, census in data["layers"].items()},
     )
 
 
-def _census(census: Census) -> list[Any]:
+def thin_layers(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Halve the number of samples by merging each with its neighbour of the same optimizer; as a stream. Lines that
+    cannot be read are dropped.
+
+    Training waits for it, so it adds up parsed lines, and makes no Census of each tensor.
+    """
+    waiting: dict[int, tuple[bytes, dict[str, Any]]] = {}  # for a neighbour
+    for line in lines:
+        if not line:  # no more lines yet
+            yield line
+            continue
+        try:
+            data = read_object(line)
+            optimizer = _count(data["o"])
+        except LINE_ERRORS:
+            continue
+        if optimizer not in waiting:
+            waiting[optimizer] = line, data
+            continue
+        line_before, before = waiting.pop(optimizer)
+        try:
+            yield object_line(_merge_samples(before, data)).encode()
+        except LINE_ERRORS:
+            for each in (line_before, line):
+                with contextlib.suppress(*LINE_ERRORS):
+                    read_layers(each)
+                    yield each
+    yield from (line for line, _ in waiting.values())
+
+
+def _merge_samples(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the data of the sum of two parsed LayerSamples."""
+    scales = [scale for scale in (_number(one["g"]), _number(other["g"])) if scale is not None]
+    layers = dict(one["layers"])
+    for name, census in other["layers"].items():
+        layers[name] = _add_census_data(layers[name], census) if name in layers else census
+    return {
+        "s": [min(one["s"][0], other["s"][0]), max(one["s"][1], other["s"][1])],
+        "k": one["k"] + other["k"],
+        "o": one["o"],
+        "g": to_json_types(max(scales, default=None)),
+        "layers": layers,
+    }
+
+
+def _add_census_data(one: list[Any], other: list[Any]) -> list[Any]:
+    zeros, infs, nans, amax, amin, sum_squares, lowest, counts = one
+    zeros2, infs2, nans2, amax2, amin2, sum_squares2, lowest2, counts2 = other
+    sum_squares = float(sum_squares) + float(sum_squares2)
+    if not counts or not counts2:
+        lowest, counts = (lowest, counts) if counts else (lowest2, counts2)
+    else:
+        if lowest > lowest2:
+            lowest, counts, lowest2, counts2 = lowest2, counts2, lowest, counts
+        start, end = lowest2 - lowest, lowest2 - lowest + len(counts2)
+        counts = counts + [0] * (end - len(counts))
+        counts[start:end] = map(operator.add, counts[start:end], counts2)
+    return [
+        zeros + zeros2,
+        infs + infs2,
+        nans + nans2,
+        max(amax, amax2),
+        min(amin, amin2) or max(amin, amin2),  # 0.0 stands for "none"
+        sum_squares if sum_squares < math.inf else "Infinity",
+        lowest,
+        counts,
+    ]
+
+
+def _census_data(census: Census) -> list[Any]:
     lowest = min(census.binades, default=0)
     counts = [0] * (max(census.binades) - lowest + 1) if census.binades else []
     for exponent, count in census.binades.items():
         counts[exponent - lowest] = count
-    extremes = [census.amax, census.amin, _valid(census.sum_squares)]
-    return [census.zeros, census.infs, census.nans, *extremes, lowest, counts]
+    total = float(census.sum_squares)
+    sum_squares = total if math.isfinite(total) else to_json_types(total)
+    return [census.zeros, census.infs, census.nans, census.amax, census.amin, sum_squares, lowest, counts]
 
 
 def _read_census(data: Any) -> Census:
     zeros, infs, nans, amax, amin, sum_squares, lowest, counts = _list(data)
-    if len(_list(counts)) > MOST_BINADES or not all(map(is_count, (zeros, infs, nans, *counts))):
+    whole = (zeros, infs, nans, *_list(counts))
+    if len(counts) > MOST_BINADES or {*map(type, whole)} != {int} or min(whole) < 0 or max(whole) >= LARGEST_COUNT:
         raise ValueError("a census with invalid counts")
-    if _as_written(data):
-        binades = {exponent: count for exponent, count in enumerate(counts, lowest) if count}
-        return Census(binades=binades, zeros=zeros, infs=infs, nans=nans, amax=amax, amin=amin, sum_squares=sum_squares)
-    return Census.from_dict(  # slower: accepts equivalent data, and raises for invalid data
-        {
-            "binades": dict(enumerate(counts, lowest)),
-            "zeros": zeros,
-            "infs": infs,
-            "nans": nans,
-            "amax": amax,
-            "amin": amin,
-            "sum_squares": sum_squares,
-        }
-    )
+    parts = {"zeros": zeros, "infs": infs, "nans": nans, "amax": amax, "amin": amin, "sum_squares": sum_squares}
+    # A fast path for tens of thousands of them: valid data, exactly as it is written.
+    if (
+        {type(amax), type(amin), type(sum_squares)} == {float}
+        and type(lowest) is int
+        and counts
+        and counts[0]
+        and counts[-1]
+        and 0.0 < amin <= amax < math.inf
+        and 0.0 <= sum_squares < math.inf
+        and binade_of(amin) == lowest
+        and binade_of(amax) == lowest + len(counts) - 1
+    ):
+        return Census(binades={exponent: count for exponent, count in enumerate(counts, lowest) if count}, **parts)
+    return Census.from_dict({"binades": dict(enumerate(counts, lowest)), **parts})  # checks everything
 
 
-def _as_written(data: list[Any]) -> bool:
-    """Whether the data is valid and exactly as ``_census`` writes it; a fast path, for tens of thousands of them."""
-    *whole, amax, amin, sum_squares, lowest, counts = data
-    if type(counts) is not list or not counts or {*map(type, whole), *map(type, counts), type(lowest)} != {int}:
-        return False
-    if {type(amax), type(amin), type(sum_squares)} != {float} or min(*whole, *counts, sum_squares) < 0:
-        return False
-    ends = counts[0] and counts[-1] and 0.0 < amin <= amax < math.inf and sum_squares < math.inf
-    return bool(ends) and binade_of(amin) == lowest and binade_of(amax) == lowest + len(counts) - 1
-
-
-# --- numbers -------------------------------------------------------------------------------------------------------
-
-
-def _short(value: float) -> str:
-    return f"{value:.7g}" if math.isfinite(value) else f'"{_valid(value)}"'
-
-
-def _exact(value: float) -> str:
-    return repr(float(value)) if math.isfinite(value) else f'"{_valid(value)}"'
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else "0"
-
-
-def _valid(value: float) -> float | str:
-    """Return the number, or the string that stands for NaN or infinity in JSON."""
-    if math.isfinite(value):
-        return float(value)
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+# --- objects and numbers -------------------------------------------------------------------------------------------
 
 
 def object_line(data: Mapping[str, Any]) -> str:
@@ -331,12 +385,6 @@ def read_object(line: bytes | str) -> dict[str, Any]:
     return data
 
 
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r} is not a list")
-    return value
-
-
 def is_count(value: Any) -> bool:
     """Whether a value is an integer from 0 to 2**63 - 1.
 
@@ -346,7 +394,25 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < LARGEST_COUNT
 
 
-def _whole(value: Any) -> int:
+def _short(value: float) -> str:
+    return f"{value:.7g}" if math.isfinite(value) else f'"{to_json_types(float(value))}"'
+
+
+def _exact(value: float) -> str:
+    return repr(float(value)) if math.isfinite(value) else f'"{to_json_types(float(value))}"'
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "0"
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r} is not a list")
+    return value
+
+
+def _count(value: Any) -> int:
     if not is_count(value):
         raise ValueError(f"{value!r:.80} is not a count")
     return value  # type: ignore[no-any-return]

@@ -14,27 +14,29 @@ import math
 import os
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ampwise.errors import BadInput, UnsupportedTensor
 from ampwise.finding.strict_json import loads
 from ampwise.runs.files import open_regular, write_atomically
+from ampwise.runs.json_lines import is_count
 
 __all__ = [
     "INTEGER_BY_SIZE",
-    "TensorEntry",
     "TensorFile",
-    "read_into_memory",
+    "as_stored",
+    "dtype_named",
+    "from_stored",
     "read_tensors",
     "refuse_unwritable",
     "size_on_disk",
-    "tensor_entries",
     "write_tensors",
 ]
 
@@ -70,12 +72,8 @@ NAMES = {
 }
 DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in NAMES.items() if hasattr(torch, name)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-INTEGER_BY_SIZE = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}  # by size in bytes, to copy bits unchanged
+# By size in bytes, to copy bits unchanged.
+INTEGER_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorFile(NamedTuple):
@@ -86,8 +84,8 @@ class TensorFile(NamedTuple):
     sha256: str  # of the whole file
 
 
-class TensorEntry(NamedTuple):
-    """A tensor in a file, and where its bytes are."""
+class _Entry(NamedTuple):
+    """A tensor in a file, and where its bytes are, after the header."""
 
     name: str
     dtype: torch.dtype
@@ -96,25 +94,7 @@ class TensorEntry(NamedTuple):
     end: int
 
 
-# --- writing -------------------------------------------------------------------------------------------------------
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
-    """Write tensors from any device, one at a time; the file appears only when it is complete."""
-    digest = hashlib.sha256()
-
-    def pieces() -> Iterator[bytes | memoryview]:
-        for piece in _pieces(tensors):
-            digest.update(piece)
-            yield piece
-
-    _, size = write_atomically(path, pieces())
-    return TensorFile(dict(tensors), size, digest.hexdigest())
-
-
-def size_on_disk(tensors: Mapping[str, Tensor]) -> int:
-    """Return the number of bytes that ``write_tensors`` would write."""
-    return LENGTH.size + len(_header(tensors)) + sum(tensor.nbytes for tensor in tensors.values())
+# --- dtypes --------------------------------------------------------------------------------------------------------
 
 
 def refuse_unwritable(name: str, tensor: Tensor) -> None:
@@ -132,18 +112,93 @@ def refuse_unwritable(name: str, tensor: Tensor) -> None:
         raise UnsupportedTensor(f"{name} is {tensor.dtype}, which the safetensors format does not support.")
 
 
-def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def as_stored(tensor: Tensor, name: str) -> Tensor:
+    """Return a view that can be written (a copy for conjugated or negated views); raise UnsupportedTensor if none.
+
+    Complex dtypes that the format lacks become pairs of real numbers; others become integers of the same size.
+    """
+    if hasattr(tensor, "_local_tensor"):  # a DTensor, which is saved in shards
+        return tensor
+    if tensor.is_quantized:
+        raise UnsupportedTensor(f"{name}: it is quantised ({tensor.dtype}); only plain tensors can be saved.")
+    wraps_others: bool = is_traceable_wrapper_subclass(tensor)
+    if not wraps_others and tensor.layout == torch.strided:
+        if type(tensor) not in (Tensor, Parameter):
+            tensor = tensor.detach().as_subclass(Tensor)
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.detach().resolve_conj().resolve_neg()
+        if tensor.dtype not in CODES:
+            plain = tensor.detach()
+            tensor = torch.view_as_real(plain) if plain.is_complex() else plain.view(INTEGER_BY_SIZE[plain.itemsize])
+    refuse_unwritable(name, tensor)
+    return tensor
+
+
+def stored_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and shape of the view that ``as_stored`` makes of a tensor."""
+    if dtype in CODES:
+        return dtype, shape
+    return (dtype.to_real(), (*shape, 2)) if dtype.is_complex else (INTEGER_BY_SIZE[dtype.itemsize], shape)
+
+
+def from_stored(stored: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Undo ``as_stored``; ValueError if the tensor cannot be stored that way. dtype: the original one, or None."""
+    if dtype is None or dtype == stored.dtype:
+        return stored
+    expected, ending = stored_dtype_and_shape(dtype, ())
+    if stored.dtype != expected or (ending and stored.shape[-1:] != ending):
+        raise ValueError(f"a tensor of {dtype} is not stored as {stored.dtype} of shape {tuple(stored.shape)}")
+    return torch.view_as_complex(stored.contiguous()) if dtype.is_complex else stored.view(dtype)
+
+
+def original_dtype(tensor: Tensor) -> str | None:
+    """Return the name of a tensor's dtype if ``as_stored`` changes it; else None."""
+    return None if tensor.dtype in CODES else str(tensor.dtype).removeprefix("torch.")
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """Return the dtype of this name, such as "float32"; BadInput if this torch has none."""
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype) or name.startswith("q"):  # quantised, which are never saved
+        raise BadInput(f"the state has tensors of {str(name)[:40]!r}, which this torch does not have.")
+    return found
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
+    """Write tensors from any device, one at a time; the file appears only when it is complete."""
     for name, tensor in tensors.items():
         refuse_unwritable(repr(name), tensor)
     header = _header(tensors)
     if len(header) > LONGEST_HEADER:
         raise BadInput(f"the header of {len(tensors):,} tensors is too long for one file ({len(header):,} bytes).")
-    yield LENGTH.pack(len(header)) + header
-    for tensor in tensors.values():
-        values = _bytes_of(tensor.detach().cpu()).numpy().data
-        for begin in range(0, len(values), CHUNK):
-            # Without a copy, which would hold the GIL.
-            yield values[begin : begin + CHUNK]
+    digest = hashlib.sha256()
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        digest.update(LENGTH.pack(len(header)) + header)
+        yield LENGTH.pack(len(header)) + header
+        for tensor in tensors.values():
+            values = bytes_of(tensor)
+            for begin in range(0, len(values), CHUNK):  # without a copy, which would hold the GIL
+                digest.update(values[begin : begin + CHUNK])
+                yield values[begin : begin + CHUNK]
+
+    _, size = write_atomically(path, pieces())
+    return TensorFile(dict(tensors), size, digest.hexdigest())
+
+
+def size_on_disk(tensors: Mapping[str, Tensor]) -> int:
+    """Return the number of bytes that ``write_tensors`` would write."""
+    return LENGTH.size + len(_header(tensors)) + sum(tensor.nbytes for tensor in tensors.values())
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a tensor's values as bytes: its memory, or a copy if it is on a device or not contiguous."""
+    plain = tensor.detach().cpu().as_subclass(Tensor).resolve_conj().resolve_neg().contiguous()
+    # Flatten first: a 0-dimensional tensor cannot be viewed as bytes.
+    return memoryview(plain.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
@@ -156,70 +211,46 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     return text + b" " * (-len(text) % ALIGNED_TO)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """View a tensor's memory as bytes; copy it first if it is not contiguous."""
-    plain = tensor.as_subclass(Tensor).resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)  # flatten first: a 0-dimensional tensor cannot be viewed
-
-
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_tensors(path: Path, *, largest: int | None = None) -> TensorFile:
-    """Read the tensors of a file to the CPU; raise BadInput if the file is invalid.
+def read_tensors(path: Path, *, only: Collection[str] | None = None, largest: int | None = None) -> TensorFile:
+    """Read the tensors of a file to the CPU, and compute its checksum in the same pass; BadInput if it is invalid.
 
+    only: names of tensors to return; the others are read for the checksum, and not kept.
     largest: most bytes that the tensors may take; by default, this machine's memory.
     """
     if sys.byteorder != "little":
         raise BadInput("files of tensors can be read only on little-endian machines.")
     try:
         with open_regular(path, os.O_RDONLY, "rb") as file:
-            return _read(file, path.name, machine_memory() if largest is None else largest)
+            return _read(file, path.name, only, machine_memory() if largest is None else largest)
     except OSError as error:
         raise BadInput(f"{path.name} cannot be read: {error.strerror or error}.") from error
 
 
-def _read(file: IO[bytes], name: str, largest: int | None) -> TensorFile:
+def _read(file: IO[bytes], name: str, only: Collection[str] | None, largest: int | None) -> TensorFile:
     size = os.fstat(file.fileno()).st_size
-    digest = hashlib.sha256()
     header = _read_header(file, size, name)
-    digest.update(LENGTH.pack(len(header)) + header)
+    digest = hashlib.sha256(LENGTH.pack(len(header)) + header)
     length = size - LENGTH.size - len(header)  # bytes of all tensors
-    found = _checked(_parsed(header, name), length, name)
+    entries = _entries(header, length, name)
     if largest is not None and length > largest:
         raise BadInput(f"{name} has {length:,} bytes of tensors; the limit is {largest:,}.")
     tensors = {}
-    for entry in found:
+    for entry in entries:
         values = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
-        memory = values.numpy().data
-        if read_into_memory(file, memory) != len(memory):
+        memory, done = values.numpy().data, 0
+        while done < len(memory) and (count := file.readinto(memory[done : done + CHUNK])):  # type: ignore[attr-defined]
+            digest.update(memory[done : done + count])  # while it is in the processor's cache
+            done += count
+        if done != len(memory):
             raise BadInput(f"{name} was truncated while it was read.")
-        digest.update(memory)
-        tensors[entry.name] = _shaped(values, entry, name)
+        if entry.dtype == torch.bool and values.numel() and int(values.max()) > 1:  # torch computes nonsense with those
+            raise BadInput(f"{name} is damaged: {entry.name[:80]!r} has bools that are neither 0 nor 1.")
+        if only is None or entry.name in only:
+            tensors[entry.name] = values.view(entry.dtype).reshape(entry.shape)
     return TensorFile(tensors, size, digest.hexdigest())
-
-
-def tensor_entries(file: IO[bytes], name: str) -> dict[str, TensorEntry]:
-    """Return the tensors of an open file by name, with their offsets in the file; raise BadInput as ``read_tensors``.
-
-    Only the header is read, and checked against the size of the file.
-    """
-    size = os.fstat(file.fileno()).st_size
-    file.seek(0)
-    header = _read_header(file, size, name)
-    data = LENGTH.size + len(header)
-    return {
-        entry.name: entry._replace(begin=data + entry.begin, end=data + entry.end)
-        for entry in _checked(_parsed(header, name), size - data, name)
-    }
-
-
-def read_into_memory(file: IO[bytes], memory: memoryview) -> int:
-    """Read from the file into memory; return the number of bytes read, which is less at the end of the file."""
-    done = 0
-    while done < len(memory) and (count := file.readinto(memory[done:])):  # type: ignore[attr-defined]
-        done += count
-    return done
 
 
 def _read_header(file: IO[bytes], size: int, name: str) -> bytes:
@@ -235,19 +266,15 @@ def _read_header(file: IO[bytes], size: int, name: str) -> bytes:
     return header
 
 
-def _parsed(header: bytes, name: str) -> dict[str, Any]:
+def _entries(header: bytes, length: int, file: str) -> list[_Entry]:
+    """Return the tensors in the order of the file, after checking that they fill its ``length`` bytes without gaps."""
     try:
-        data = loads(header.decode())
+        facts = loads(header.decode())
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{name} is damaged: its header is invalid ({error}).") from error
-    if not isinstance(data, dict):
-        raise BadInput(f"{name} is damaged: its header is not a JSON object.")
-    return data
-
-
-def _checked(header: Mapping[str, Any], length: int, file: str) -> list[TensorEntry]:
-    """Return the tensors in the order of the file, after checking that they fill it without gaps."""
-    found = [_entry(name, facts, file) for name, facts in header.items() if name != METADATA]
+        raise BadInput(f"{file} is damaged: its header is invalid ({error}).") from error
+    if not isinstance(facts, dict):
+        raise BadInput(f"{file} is damaged: its header is not a JSON object.")
+    found = [_entry(name, each, file) for name, each in facts.items() if name != METADATA]
     found.sort(key=lambda entry: (entry.begin, entry.end))
     reached = 0
     for entry in found:
@@ -261,16 +288,16 @@ def _checked(header: Mapping[str, Any], length: int, file: str) -> list[TensorEn
     return found
 
 
-def _entry(name: str, facts: Any, file: str) -> TensorEntry:
+def _entry(name: str, facts: Any, file: str) -> _Entry:
     shown = f"{file} is damaged: {name[:80]!r}"
     if not name or len(name) > LONGEST_NAME or not name.isprintable():
         raise BadInput(f"{shown} is not a valid tensor name.")
     if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
         raise BadInput(f"{shown} must have exactly dtype, shape and data_offsets.")
     shape, offsets = facts["shape"], facts["data_offsets"]
-    if not _are_counts(shape) or len(shape) > MOST_DIMENSIONS or math.prod(filter(None, shape)) > MOST_VALUES:
+    if not is_shape(shape):
         raise BadInput(f"{shown} has an invalid shape.")
-    if not _are_counts(offsets) or len(offsets) != 2:
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
         raise BadInput(f"{shown} has invalid data_offsets.")
     if not isinstance(facts["dtype"], str) or facts["dtype"] not in DTYPES:
         known = ", ".join(DTYPES)
@@ -278,27 +305,22 @@ def _entry(name: str, facts: Any, file: str) -> TensorEntry:
     dtype, (begin, end) = DTYPES[facts["dtype"]], offsets
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise BadInput(f"{shown} has {end - begin:,} bytes, which does not fit {facts['dtype']} of shape {shape}.")
-    return TensorEntry(name, dtype, tuple(shape), begin, end)
+    return _Entry(name, dtype, tuple(shape), begin, end)
 
 
-def _are_counts(values: Any) -> bool:
-    def is_count(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-    return isinstance(values, list) and all(map(is_count, values))
-
-
-def _shaped(values: Tensor, entry: TensorEntry, file: str) -> Tensor:
-    if (
-        entry.dtype == torch.bool and values.numel() and int(values.max()) > 1
-    ):  # torch computes nonsense with other values
-        raise BadInput(f"{file} is damaged: {entry.name[:80]!r} has bools that are neither 0 nor 1.")
-    return values.view(entry.dtype).reshape(entry.shape)
+def is_shape(value: Any) -> bool:
+    """Whether a value from a file is a list of sizes that torch can multiply without overflow."""
+    return (
+        isinstance(value, list)
+        and len(value) <= MOST_DIMENSIONS
+        and all(map(is_count, value))
+        and math.prod(filter(None, value)) <= MOST_VALUES
+    )
 
 
 def machine_memory() -> int | None:
     """Return this machine's memory in bytes; None if the system does not report it."""
-    names: Iterable[str] = getattr(os, "sysconf_names", ())
+    names = getattr(os, "sysconf_names", ())
     if "SC_PHYS_PAGES" not in names or "SC_PAGE_SIZE" not in names:
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -10,19 +10,21 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ampwise.finding import Finding
 from ampwise.finding.terminal import log_line
+from ampwise.trace.call_arguments import iterator_names, named_tensors
 from ampwise.trace.capsule.saving import MAX_CAPSULES, SHARED_CAPSULES, Capsules, checked_capsules
-from ampwise.trace.kept_batch import KeptBatch, iterator_read_by, original_batches
-from ampwise.trace.rank_group import RankGroup
-from ampwise.trace.refuse_collectives import collectives_refused
-from ampwise.trace.replay import ReplaySettings, ReplayStep, is_compiled
+from ampwise.trace.ranks import RankGroup, collectives_refused
+from ampwise.trace.recorder import overwrite
+from ampwise.trace.replay import Replay, ReplaySettings, ReplayStep, is_compiled
+from ampwise.trace.value_ranges import bytes_of
 from ampwise.train.buffer_snapshot import BufferSnapshot
 from ampwise.train.callback import Callback, MicroBatch
 from ampwise.train.engine import Engine
@@ -31,7 +33,7 @@ from ampwise.train.scaler.loss_scale import MAX_FORGIVEN
 from ampwise.train.scaler.step_result import StepResult
 from ampwise.train.step import Step
 
-__all__ = ["FINDING_LISTENERS", "REPLAY_CONTEXTS", "BadStepExplainer", "BadStepRecord"]
+__all__ = ["FINDING_LISTENERS", "REPLAY_CONTEXTS", "BadStepExplainer", "BadStepRecord", "KeptBatch"]
 
 KEPT_BYTES = 256 * 2**20  # of batches kept by reference within a window, the last always included
 PROBES = 16  # replays of steps that look like ordinary gradient overflows, plus
@@ -46,13 +48,34 @@ REPLAY_CONTEXTS: list[Callable[[], AbstractContextManager[Any]]] = []
 
 
 @dataclass(slots=True)
-class PendingStep:
-    """A closed step of which it is not known yet whether it was bad."""
+class KeptBatch:
+    """A micro-batch by reference, kept until its step is known to be good, and the random state when it began."""
 
-    step: Step
-    outcome: StepResult
-    passes: list[KeptBatch]  # empty for a step by backward() and apply(), which cannot be run again
-    modes: list[bool]  # ``training`` of all modules
+    batch: MicroBatch
+    random: dict[str, Any]
+    share: Tensor | None = None  # contribution to the step's loss, once it is computed
+    versions: list[tuple[Tensor, int]] = field(init=False)  # the batch's tensors, with their version counters
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of the batch, if the loss function changes it
+
+    def __post_init__(self) -> None:
+        self.versions = []
+        for each in (*self.batch.args, *self.batch.kwargs.values()):
+            # Plain tensors skip torch's pytree, which would dominate the cost here.
+            for tensor in (each,) if isinstance(each, Tensor) else tree_leaves(each):
+                if isinstance(tensor, Tensor) and not tensor.is_inference():
+                    self.versions.append((tensor, tensor._version))
+
+    @property
+    def bytes(self) -> int:
+        return sum(bytes_of(tensor) for tensor, _ in self.versions)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the batch was written to since."""
+        for tensor, version in self.versions:  # noqa: SIM110 (a generator would cost more, at each step)
+            if tensor._version != version:
+                return True
+        return False
 
 
 @dataclass(slots=True)
@@ -63,8 +86,8 @@ class BadStepRecord:
     precision: str
     loss: float
     scale: float
-    passes: list[KeptBatch]
-    modes: list[bool]
+    passes: list[KeptBatch]  # empty for a step by backward() and apply(), which cannot be run again
+    modes: list[bool]  # ``training`` of all modules
     remarks: tuple[str, ...] = ()
     outcome: StepResult | None = None  # None for a step that is not closed yet
 
@@ -82,7 +105,9 @@ class BadStepExplainer(Callback):
         self._streak = 0  # bad steps in a row that a lower loss scale would not have fixed
         self._draws = HostRandomUse()
         self._passes: list[KeptBatch] = []
-        self._awaited: PendingStep | None = None
+        # A closed step of which it is not known yet whether it was bad, its passes, and the modes of all modules (None:
+        # they have not changed since).
+        self._awaited: tuple[Step, StepResult, list[KeptBatch], list[bool] | None] | None = None
         self._failed = 0  # steps that a lower loss scale would not have fixed
         self._probed = 0  # steps that look like ordinary gradient overflows
         self._forgiven = 0  # backoffs undone since the last applied step
@@ -110,7 +135,7 @@ class BadStepExplainer(Callback):
         """Keep a micro-batch before it runs."""
         kept = KeptBatch(batch, self._draws.begin(self._device))
         if self._mutates:
-            kept.copy_batch()
+            kept.copies = [(tensor, tensor.detach().clone()) for tensor, _ in kept.versions]
         self._passes.append(kept)
         while len(self._passes) > 1 and sum(each.bytes for each in self._passes) > KEPT_BYTES:
             self._passes.pop(0)
@@ -118,7 +143,8 @@ class BadStepExplainer(Callback):
     def on_pass_end(self, batch: MicroBatch, loss: Tensor) -> None:
         kept = self._passes[-1]
         kept.share = loss
-        self._draws.end(kept.random)
+        if "python" in kept.random:
+            self._draws.end(kept.random)
 
     def on_step_dropped(self) -> None:
         self._passes = []
@@ -133,46 +159,55 @@ class BadStepExplainer(Callback):
 
         Explain this one too, if its loss can be read without a sync and is not finite: its gradients may be finite.
         """
-        self.settle()
-        readable = loss is not None and loss.device.type == "cpu" and not self._ranks.several
-        self._looked_into = readable and not math.isfinite(loss or 0.0)
-        if self._looked_into:
-            assert loss is not None
+        if self._awaited is not None:
+            self.settle()
+        self._looked_into = False
+        several = self._ranks.distributed and self._ranks.several
+        if loss is not None and loss.is_cpu and not several and not math.isfinite(loss):
+            self._looked_into = True
             engine = self._attached
             scale = engine.scaler.get_scale() if self._device.type == "cpu" else 1.0
             self._explain(BadStepRecord(number, engine.precision, float(loss), scale, self._passes, self._modes()))
 
     def on_step_end(self, step: Step, result: StepResult) -> None:
         """Explain the closed step if it was bad: now if that is known, else before the next update."""
-        self._mutates = self._mutates or any(kept.is_changed for kept in self._passes)
+        for kept in self._passes:
+            self._mutates = self._mutates or kept.is_changed
+        is_known = result.is_read
         if not self._looked_into:
-            self._awaited = PendingStep(step.bare(), result, self._passes, self._modes())
+            kept_step = step if step.extra is None else step.bare()  # ``extra`` may be large
+            self._awaited = kept_step, result, self._passes, None if is_known else self._modes()
         self._passes, self._looked_into = [], False
-        if result.is_skip_known:
+        if is_known:
             self.settle()
 
     def settle(self) -> None:
         """Explain the last step if it was bad. Syncs if it is not finished."""
-        awaited, self._awaited = self._awaited, None
-        if awaited is None:
+        if self._awaited is None:
             return
-        step, skipped = awaited.step, awaited.outcome.skipped
+        (step, outcome, passes, modes), self._awaited = self._awaited, None
+        # All ranks agree on a skip, but each has its own loss: they explain a step together or not at all.
+        several = self._ranks.distributed and self._ranks.several
+        loss, skipped = step.loss, step.skipped
         if not skipped:
             self._forgiven = 0
-        # All ranks agree on a skip, but each has its own loss: they explain a step together or not at all.
-        if not skipped and (self._ranks.several or math.isfinite(step.loss)):
-            self._streak = 0
-        else:
-            scale = awaited.outcome.scale_before
-            moved = () if skipped else ("Its gradients were finite, so the weights have changed by one step since.",)
-            kept = awaited.passes, awaited.modes
-            self._explain(BadStepRecord(step.number, step.precision, step.loss, scale, *kept, moved, awaited.outcome))
+            if several or math.isfinite(loss):
+                self._streak = 0
+                return
+        moved = () if skipped else ("Its gradients were finite, so the weights have changed by one step since.",)
+        modes, scale = self._modes() if modes is None else modes, outcome.scale_before
+        self._explain(BadStepRecord(step.number, step.precision, step.loss, scale, passes, modes, moved, outcome))
 
     @property
     def _attached(self) -> Engine:
         engine = self._engine()
         assert engine is not None, "the engine is gone"
         return engine
+
+    def _modes(self) -> list[bool]:
+        return [module.training for module in self._modules]
+
+    # Explaining a bad step
 
     def _explain(self, bad: BadStepRecord) -> None:
         try:
@@ -181,8 +216,6 @@ class BadStepExplainer(Callback):
             what = ": ".join(part for part in (type(error).__name__, str(error)) if part)
             if self._ranks.speaks:
                 log_line("ampwise: step {} could not be explained: its replay failed with {}", bad.number, what)
-
-    # Explaining a bad step
 
     def _look_into(self, bad: BadStepRecord) -> None:
         together = RankGroup(self._ranks.process_group, several=self._ranks.several, in_step=self._ranks.in_step)
@@ -194,37 +227,25 @@ class BadStepExplainer(Callback):
         self._streak += not settling
         is_to_save = not settling and self._later_capsules is not None and self._streak == self._save_from
         if not bad.passes:
-            self._say_in_pieces(bad)
+            self._say_why_not(
+                bad,
+                "To see which operation it came from, use a step that can be replayed: engine.step(loss_fn, x, y), or "
+                "ampwise.trace(loss_fn, x, y).",
+            )
             return
-        from ampwise.trace.diagnosis import diagnose, findings_about
-
         if not self._is_looked_into(bad, losses_were_finite, is_to_save):
             return
-        if drawn := next(filter(None, together.all_of(iterator_read_by(bad.passes))), ""):
-            self._say_drawn(bad, drawn)
+        calls = [kept.batch for kept in bad.passes]
+        iterators = (name for call in calls for name in iterator_names(call.function, call.args, call.kwargs))
+        if drawn := next(filter(None, together.all_of(next(iterators, ""))), ""):
+            self._say_why_not(
+                bad,
+                f"It was not replayed: the loss function reads from `{drawn}`, and a replay would advance it. Pass the "
+                "batch as an argument: engine.step(loss_fn, x, y).",
+            )
             return
-        with ExitStack() as stack:
-            alone = nullcontext() if together.several else collectives_refused()
-            contexts = (self._as_it_began(bad), original_batches(bad.passes), self._ranks.bypass_ddp(), alone)
-            for context in (*(around() for around in REPLAY_CONTEXTS), *contexts):
-                stack.enter_context(context)
-            kept = self._guilty(bad, together)
-            subject = self._subject(bad, kept)
-            failure = diagnose(subject, together)
-            if failure is None:
-                return
-            if losses_were_finite and failure.kind not in LOWER_SCALES_MAY_HELP:
-                self._undo_backoff_of(bad)
-            found = findings_about(failure)
-            # Saved by the rank where it arose, and reported by the first.
-            later = self._later_capsules if self._streak >= self._save_from else None
-            capsules = self.capsules or later or next(iter(SHARED_CAPSULES), None)
-            path = None
-            if capsules is not None and failure.rank == together.rank:
-                path = capsules.save(subject, bad, kept, self._attached.policy.as_dict(), found)
-            build = None if capsules is None else capsules.build
-            found = _saved_at(next(filter(None, together.all_of(str(path or ""))), ""), build, found)
-        if not together.several or together.rank == 0:
+        found = self._replayed(bad, together, losses_were_finite)
+        if found is not None and (not together.several or together.rank == 0):
             self._tell(found, bad.number)
 
     def _is_looked_into(self, bad: BadStepRecord, loss_was_fine: bool, is_to_save: bool) -> bool:
@@ -248,97 +269,100 @@ class BadStepExplainer(Callback):
             self._forgiven += 1
             self._attached.undo_backoff(bad.outcome)
 
-    def _subject(self, bad: BadStepRecord, kept: KeptBatch) -> ReplayStep:
-        from ampwise.trace.call_arguments import named_tensors
+    def _replayed(self, bad: BadStepRecord, together: RankGroup, losses_were_finite: bool) -> list[Finding] | None:
+        """Replay the step, save it if that is wanted, and return the findings; None if only the loss scale failed."""
+        from ampwise.trace.diagnosis import diagnose, findings_about
 
-        return ReplayStep(
-            run=self._running(kept),
-            device=self._device,
-            models=self._models,
-            optimizers=self._optimizers,
-            batch=named_tensors(kept.batch.function, kept.batch.args, kept.batch.kwargs),
-            precision=bad.precision,
-            scale=bad.scale,
-            random=kept.random,
-            loss=None if kept.share is None else float(kept.share),
-            step=bad.number,
-            remarks=(*bad.remarks, *self._remarks(kept)),
-            function=kept.batch.function,
-        )
-
-    def _running(self, kept: KeptBatch) -> Callable[[ReplaySettings], Tensor]:
-        engine = self._attached
-        return lambda settings: engine.rerun(kept.batch, scale=settings.scale, goes_back=settings.goes_back_from)
+        with ExitStack() as stack:
+            alone = nullcontext() if together.several else collectives_refused()
+            contexts = (self._as_it_began(bad), self._ranks.bypass_ddp(), alone)
+            for context in (*(around() for around in REPLAY_CONTEXTS), *contexts):
+                stack.enter_context(context)
+            kept = self._guilty(bad, together)
+            subject = self._subject(bad, kept)
+            failure = diagnose(subject, together)
+            if failure is None:
+                return None
+            if losses_were_finite and failure.kind not in LOWER_SCALES_MAY_HELP:
+                self._undo_backoff_of(bad)
+            found = findings_about(failure)
+            # Saved by the rank where it arose, and reported by the first.
+            later = self._later_capsules if self._streak >= self._save_from else None
+            capsules = self.capsules or later or next(iter(SHARED_CAPSULES), None)
+            path = None
+            if capsules is not None and failure.rank == together.rank:
+                path = capsules.save(subject, bad, kept, self._attached.policy.as_dict(), found)
+            saved_at = next(filter(None, together.all_of(str(path or ""))), "")
+        if not saved_at:
+            return found
+        where = {"capsule": saved_at}
+        if capsules is not None and capsules.build is not None:
+            where["build"] = capsules.build
+        return [each.but(evidence={**each.evidence, **where}) for each in found]
 
     def _guilty(self, bad: BadStepRecord, together: RankGroup) -> KeptBatch:
         """Return the first micro-batch whose loss is not finite; else the first whose gradients are not."""
         passes = bad.passes[-min(together.all_of(len(bad.passes))) :]
         flags = together.all_of([kept.share is not None and not math.isfinite(kept.share) for kept in passes])
-        bad_losses: list[KeptBatch] = [kept for kept, *on_ranks in zip(passes, *flags, strict=True) if any(on_ranks)]
-        if bad_losses:
-            return bad_losses[0]
-        return passes[-1] if len(passes) == 1 else self._with_bad_gradients(passes, bad.scale, together)
-
-    def _with_bad_gradients(self, passes: Sequence[KeptBatch], scale: float, together: RankGroup) -> KeptBatch:
-        from ampwise.trace.replay import Replay
-
-        for kept in passes:
-            subject = ReplayStep(
-                run=self._running(kept),
-                device=self._device,
-                models=self._models,
-                random=kept.random,
-                function=kept.batch.function,
-            )
-            with Replay(subject) as replay:
-                if not together.all_hold(lambda replay=replay: replay.plain(ReplaySettings(scale=scale)).finite):  # type: ignore[misc]
+        for kept, on_ranks in zip(passes, zip(*flags, strict=True), strict=True):
+            if any(on_ranks):
+                return kept
+        for kept in passes[:-1]:
+            with Replay(self._subject(bad, kept)) as replay:
+                if not together.all_hold(lambda replay=replay: replay.plain(ReplaySettings(scale=bad.scale)).finite):  # type: ignore[misc]
                     return kept
         return passes[-1]
 
-    def _remarks(self, kept: KeptBatch) -> Iterator[str]:
+    def _subject(self, bad: BadStepRecord, kept: KeptBatch) -> ReplayStep:
+        engine, batch, remarks = self._attached, kept.batch, bad.remarks
         if kept.is_changed and not kept.copies:
-            yield (
+            remarks += (
                 "The loss function changed its batch in place, and the replay ran on the changed batch: values "
-                "reported as inputs may have been produced by the step. From now on a copy of the batch is kept."
+                "reported as inputs may have been produced by the step. From now on a copy of the batch is kept.",
             )
-        if any(map(is_compiled, (*self._models, kept.batch.function))):
-            yield "Code compiled by torch.compile was replayed uncompiled."
+        if any(map(is_compiled, (*self._models, batch.function))):
+            remarks += ("Code compiled by torch.compile was replayed uncompiled.",)
+        return ReplayStep(
+            run=lambda settings: engine.rerun(batch, scale=settings.scale, goes_back=settings.goes_back_from),
+            device=self._device,
+            models=self._models,
+            optimizers=self._optimizers,
+            batch=named_tensors(batch.function, batch.args, batch.kwargs),
+            precision=bad.precision,
+            scale=bad.scale,
+            random=kept.random,
+            loss=None if kept.share is None else float(kept.share),
+            step=bad.number,
+            remarks=remarks,
+            function=batch.function,
+        )
 
     @contextmanager
     def _as_it_began(self, bad: BadStepRecord) -> Iterator[None]:
-        """Restore training modes, running statistics and other buffers of the bad step; undo that afterwards."""
+        """Restore training modes, buffers and changed batches of the bad step; undo that afterwards."""
         modes = self._modes()
         self._set_modes(bad.modes)  # first: statistics of layers in evaluation mode are not backed up
         self._now.remember()
         self._statistics.restore()
+        copies = [pair for kept in bad.passes for pair in kept.copies]
+        changed = [(tensor, tensor.detach().clone()) for tensor, _ in copies]
+        for tensor, values in copies:
+            overwrite(tensor, values)
         try:
             yield
         finally:
+            for tensor, values in changed:
+                overwrite(tensor, values)
             self._now.restore()
             self._set_modes(modes)
-
-    def _modes(self) -> list[bool]:
-        return [module.training for module in self._modules]
 
     def _set_modes(self, modes: Sequence[bool]) -> None:
         for module, training in zip(self._modules, modes, strict=True):
             module.training = training
 
-    def _say_drawn(self, bad: BadStepRecord, drawn: str) -> None:
-        self._say_once(
-            bad,
-            f"It was not replayed: the loss function reads from `{drawn}`, and a replay would advance it. Pass the "
-            "batch as an argument: engine.step(loss_fn, x, y).",
-        )
+    # Reporting
 
-    def _say_in_pieces(self, bad: BadStepRecord) -> None:
-        self._say_once(
-            bad,
-            "To see which operation it came from, use a step that can be replayed: engine.step(loss_fn, x, y), or "
-            "ampwise.trace(loss_fn, x, y).",
-        )
-
-    def _say_once(self, bad: BadStepRecord, why: str) -> None:
+    def _say_why_not(self, bad: BadStepRecord, why: str) -> None:
         """Print once why a step with a bad loss is not explained."""
         if not self._said_why_not and not math.isfinite(bad.loss) and self._ranks.speaks:
             self._said_why_not = True
@@ -356,9 +380,3 @@ class BadStepExplainer(Callback):
             from ampwise.report.printers import log_findings
 
             log_findings(new)
-
-
-def _saved_at(path: str, build: str | None, found: Sequence[Finding]) -> list[Finding]:
-    """Add the capsule's path and build function, if there are any, to the findings' evidence."""
-    where = {"capsule": path, **({} if build is None else {"build": build})} if path else {}
-    return [each.but(evidence={**each.evidence, **where}) for each in found]

@@ -1,57 +1,87 @@
-"""Find the line of the user's code that called, skipping frames of torch and ampwise."""
+"""Find the line of the user's code that is running, skipping frames of torch and ampwise."""
 
 from __future__ import annotations
 
 import sys
 import sysconfig
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import NamedTuple, TypeVar
 
 from ampwise.finding.call_site import CallSite
 
-__all__ = ["calling_site", "code_owner"]
+__all__ = ["StackLine", "calling_site", "code_owner", "current_line", "is_recomputed", "site_of", "stop_stack_search"]
 
-PASSED = ("torch", "ampwise")  # packages whose frames are skipped
-DEEPEST = 200
+SKIPPED_PACKAGES = ("torch", "ampwise")
+MAX_FRAMES = 300
+OWN, LIBRARY, SKIPPED, BACKWARD, OPTIMIZER, CHECKPOINT = range(6)  # kinds of code
+Line = tuple[str, int, str]  # file, line, function
+T = TypeVar("T")
+
+
+class StackLine(NamedTuple):
+    """The user's line and the library's line on the stack."""
+
+    own: Line | None = None
+    library: Line | None = None
+    in_optimizer: bool = False
 
 
 def calling_site() -> CallSite:
     """Return the innermost line of the user's own code; if there is none, that of the library that called torch."""
-    library: FrameType | None = None
-    own: FrameType | None = None
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(DEEPEST):
-        if frame is None:
+    own: Line | None = None
+    library: Line | None = None
+    for frame in _frames():
+        owner = code_owner(frame.f_code.co_filename)
+        if owner == "own":
+            if own is not None:
+                return site_of(own, library, _line(frame))
+            own = _line(frame)
+        elif owner == "library" and own is None and library is None:
+            library = _line(frame)
+    return site_of(own, library)
+
+
+def current_line() -> StackLine:
+    """Return the innermost line of the user's code, no further out than the call of a backward pass."""
+    library, in_optimizer = None, False
+    for frame in _frames():
+        kind = _kind(frame.f_code)
+        if kind == OWN:
+            return StackLine(_line(frame), library, in_optimizer)
+        if kind == BACKWARD:
             break
-        kind = code_owner(frame.f_code.co_filename)
-        if kind == "own" and own is not None:
-            return _site(*_line(own), _line(frame), _line(library))
-        if kind == "own":
-            own = frame
-        elif kind == "library" and own is None and library is None:
-            library = frame
-        frame = frame.f_back
-    if own is not None:
-        return _site(*_line(own), None, _line(library))
-    return CallSite() if library is None else _site(*_line(library), None, None)
+        if kind == LIBRARY and library is None:
+            library = _line(frame)
+        in_optimizer |= kind == OPTIMIZER
+    return StackLine(None, library, in_optimizer)
 
 
-Line = tuple[str, int, str]
+def is_recomputed() -> bool:
+    """Return whether activation checkpointing is recomputing a forward pass within the backward pass."""
+    kinds = (_kind(frame.f_code) for frame in _frames())
+    return next((kind for kind in kinds if kind in (BACKWARD, CHECKPOINT)), None) == CHECKPOINT
 
 
-def _line(frame: FrameType | None) -> Any:
-    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+def stop_stack_search(function: T) -> T:
+    """Decorate a function so that the search for the user's line stops at its frame."""
+    _KINDS[function.__code__] = BACKWARD  # type: ignore[attr-defined]
+    return function
 
 
 @lru_cache(maxsize=4096)
-def _site(file: str, line: int, function: str, called_from: Line | None, library: Line | None) -> CallSite:
+def site_of(own: Line | None, library: Line | None, called_from: Line | None = None) -> CallSite:
+    """Return the line to show: the user's, the library's line that it called, and the line that called the user's."""
+    shown = own or library
+    if shown is None:
+        return CallSite()
     return CallSite(
-        file=file,
-        line=line,
-        function=function,
-        through="" if library is None else f"{_short(library[0])}:{library[1]}",
+        file=shown[0],
+        line=shown[1],
+        function=shown[2],
+        through="" if library is None or own is None else f"{'/'.join(Path(library[0]).parts[-2:])}:{library[1]}",
         called_from="" if called_from is None else f"{Path(called_from[0]).name}:{called_from[1]}",
     )
 
@@ -61,25 +91,42 @@ def code_owner(file: str) -> str:
     """Return whose code a file is: "own", "library" (installed) or "passed" (torch, ampwise, Python itself)."""
     if file.startswith("<") and not file.startswith("<ipython-input"):
         return "passed"  # <string>, <frozen runpy>: there is no line to show
-    for folder in _package_folders():
-        if file.startswith(folder):
-            return "passed"
+    loaded = (getattr(sys.modules.get(name), "__file__", None) for name in SKIPPED_PACKAGES)
+    if any(file.startswith(f"{Path(each).parent}/") for each in loaded if each):
+        return "passed"
     if any(part in ("site-packages", "dist-packages") for part in Path(file).parts):
         return "library"
-    return "passed" if file.startswith(_python_folder()) else "own"
+    return "passed" if file.startswith(f"{sysconfig.get_paths()['stdlib']}/") else "own"
 
 
-@lru_cache(maxsize=1)
-def _package_folders() -> tuple[str, ...]:
-    loaded = (sys.modules.get(name) for name in PASSED)
-    files = (getattr(module, "__file__", None) for module in loaded)
-    return tuple(f"{Path(file).parent}/" for file in files if file)
+_KINDS: dict[CodeType, int] = {}
 
 
-@lru_cache(maxsize=1)
-def _python_folder() -> str:
-    return f"{sysconfig.get_paths()['stdlib']}/"
+def _kind(code: CodeType) -> int:
+    kind = _KINDS.get(code)
+    if kind is None:
+        owner, file = code_owner(code.co_filename), code.co_filename.replace("\\", "/")
+        if code.co_name == "_engine_run_backward" and file.endswith("torch/autograd/graph.py"):
+            kind = BACKWARD
+        elif owner != "passed":
+            kind = OWN if owner == "own" else LIBRARY
+        elif "/torch/optim/" in file:
+            kind = OPTIMIZER
+        else:
+            kind = CHECKPOINT if file.endswith("torch/utils/checkpoint.py") else SKIPPED
+        _KINDS[code] = kind
+    return kind
 
 
-def _short(file: str | None) -> str:
-    return "/".join(Path(file or "").parts[-2:])
+def _frames() -> Iterator[FrameType]:
+    """Yield the frames around the function that iterates, innermost first."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(MAX_FRAMES):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
+
+
+def _line(frame: FrameType) -> Line:
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name

@@ -5,35 +5,38 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from ampwise.finding import Finding
+from ampwise.finding.registry import run_checks
 from ampwise.numbers.op_families import base_name, family_of, is_collective
-from ampwise.rules import run_checks
 from ampwise.trace.failure import BadTensor, Failure, OptimizerFacts, Origin, RoundedLiteral
-from ampwise.trace.fix_trials import try_remedies
-from ampwise.trace.op_inspection import OpInspection, inspect_op
-from ampwise.trace.optimizer_facts import optimizer_facts_of
-from ampwise.trace.rank_group import RankGroup
-from ampwise.trace.recorder import InspectMode
+from ampwise.trace.op_inspection import InspectMode, values_of
+from ampwise.trace.ranks import RankGroup
+from ampwise.trace.recorder import RecordedOp, TensorRead, dtype_name, storage_id
+from ampwise.trace.remedies import try_remedies
 from ampwise.trace.replay import RecordedReplay, Replay, ReplaySettings, ReplayStep
-from ampwise.trace.slicing import BackwardSlice, first_bad_op, is_literal_infinity, slice_back
-from ampwise.trace.tape import RecordedOp, Tape, TensorRead
-from ampwise.trace.tensor_owners import TensorOwners
+from ampwise.trace.slicing import first_bad_op, is_literal_infinity, slice_back
+from ampwise.trace.value_ranges import local_shard, readable_values
 
 __all__ = ["diagnose", "diagnose_recorded", "explain", "findings_about", "swallowed_infinities"]
 
 SINGLE_RANK = RankGroup()
 LITERAL_SEARCH_DEPTH = 4  # how many operations back from a zero to search for a literal that rounded to zero
+NAMED_SAMPLES = 8  # bad samples of a batch to name
+# Names of the state that optimizers divide by (or by its root): Adam, RMSprop, Adagrad, Adamax.
+SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
+LITERAL_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def explain(subject: ReplayStep, together: RankGroup = SINGLE_RANK) -> list[Finding]:
+def explain(subject: ReplayStep) -> list[Finding]:
     """Return the findings about a bad step; none if its gradients overflowed only because of the loss scale."""
-    failure = diagnose(subject, together)
+    failure = diagnose(subject)
     return [] if failure is None else findings_about(failure)
 
 
@@ -47,58 +50,47 @@ def diagnose(subject: ReplayStep, together: RankGroup = SINGLE_RANK) -> Failure 
     Returns None if only the loss scale, which will be lowered, made the gradients overflow.
     """
     with Replay(subject) as replay:
-        if _only_scale_overflows(replay, together):
+        loss = subject.loss
+        may_be_the_scale = subject.scale > 1 and together.all_hold(lambda: loss is not None and math.isfinite(loss))
+        if may_be_the_scale and together.all_hold(lambda: replay.plain(ReplaySettings()).finite):
             return None
         # All ranks run the backward pass or none does: it may contain collectives.
         taped = together.each(lambda: replay.taped(ReplaySettings(only_if_finite=not together.several)))
         together = together.with_collectives(any(is_collective(op.name) for op in taped.tape.ops))
         if together.all_hold(lambda: taped.ended.finite):
             return _not_reproduced(replay, taped.ended.gradients)
-        return _merge_ranks(together.each(lambda: _diagnose_rank(replay, taped, together)), together)
+        failure = together.each(lambda: diagnose_recorded(replay, taped, together))
+        return failure if not together.several else _merge_ranks(failure, together)
 
 
-def _only_scale_overflows(replay: Replay, together: RankGroup) -> bool:
-    """Return whether only the scaled gradients overflow: without the loss scale, everything is finite."""
-    loss, scale = replay.subject.loss, replay.subject.scale
-    is_possible = scale > 1 and together.all_hold(lambda: loss is not None and math.isfinite(loss))
-    return is_possible and together.all_hold(lambda: replay.plain(ReplaySettings()).finite)
-
-
-def _diagnose_rank(replay: Replay, taped: RecordedReplay, together: RankGroup) -> Failure | None:
+def diagnose_recorded(replay: Replay, taped: RecordedReplay, together: RankGroup = SINGLE_RANK) -> Failure | None:
     """Diagnose what happened on this rank; None if its replay was finite."""
-    inquiry = None if taped.ended.finite else FailureDiagnosis(replay, taped)
-    wanted = [] if inquiry is None else inquiry.wanted
-    backward = any(op.phase != "forward" for op in wanted)
-    backward |= together.in_step  # the backward pass frees sharded weights
-    looks = inspect_ops(replay, wanted, backward=backward) if wanted or together.in_step else {}
-    if inquiry is None:
+    diagnosis = None if taped.ended.finite else FailureDiagnosis(replay, taped)
+    wanted = [] if diagnosis is None else diagnosis.wanted
+    # The backward pass frees sharded weights, so that ranks in step always run it.
+    backward = together.in_step or any(op.phase != "forward" for op in wanted)
+    seen = inspect_ops(replay, wanted, backward=backward) if wanted or together.in_step else {}
+    if diagnosis is None:
         return None
-    failure = inquiry.failure(looks)
+    failure = diagnosis.failure(seen)
     return failure if together.in_step else failure.but(trials=try_remedies(replay, failure))
 
 
-def diagnose_recorded(replay: Replay, taped: RecordedReplay) -> Failure:
-    """Diagnose a replay that was not finite, on a single rank."""
-    failure = _diagnose_rank(replay, taped, SINGLE_RANK)
-    assert failure is not None, "the replay was not finite"
-    return failure
+def _merge_ranks(failure: Failure | None, together: RankGroup) -> Failure:
+    """Return the failure of the rank where it began.
 
-
-def _merge_ranks(failure: Failure | None, together: RankGroup) -> Failure | None:
-    """Return the failure of the rank where it began: other ranks may have received the bad value from there."""
-    if not together.several:
-        return failure
+    Other ranks may have received the bad value from there, some in memory without a known owner.
+    """
     found = [(rank, each) for rank, each in enumerate(together.all_of(failure)) if each is not None]
-    began = [pair for pair in found if not _was_received(pair[1])] or found
-    rank, chosen = began[0]
-    also = [str(other) for other, each in began[1:] if (each.kind, each.site) == (chosen.kind, chosen.site)]
+    began = [
+        (rank, each)
+        for rank, each in found
+        if each.kind != "from-another-rank" and (each.source is None or each.source.what != "other")
+    ]
+    (rank, chosen), *others = began or found
+    also = [str(other) for other, each in others if (each.kind, each.site) == (chosen.kind, chosen.site)]
     remarks = (*chosen.remarks, f"Also on rank {', '.join(also)}.") if also else chosen.remarks
     return chosen.but(rank=rank, ranks=together.size, remarks=remarks)
-
-
-def _was_received(failure: Failure) -> bool:
-    """Return whether the bad value came from another rank, or from memory without a known owner (some collectives)."""
-    return failure.kind == "from-another-rank" or (failure.source is not None and failure.source.what == "other")
 
 
 def _not_reproduced(replay: Replay, gradients: int) -> Failure:
@@ -106,40 +98,16 @@ def _not_reproduced(replay: Replay, gradients: int) -> Failure:
     subject = replay.subject
     scaled = ReplaySettings(scale=subject.scale)
     again = [replay.plain(scaled).finite]
-    with _deterministic():
-        again.append(replay.plain(scaled).finite)
-    tries = f"{1 + sum(again)} of {1 + len(again)} replays from the same weights, batch and random numbers were finite"
-    return _known(subject, gradients).but(loss=subject.loss, not_reproduced=tries)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield
+            again.append(replay.plain(scaled).finite)
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
-
-
-def inspect_ops(replay: Replay, ops: Sequence[RecordedOp], *, backward: bool) -> dict[int, OpInspection]:
-    """Replay once more, and inspect these operations as they run."""
-    seen: dict[int, OpInspection] = {}
-
-    def look_at(index: int, func: Any, args: Any, kwargs: Any) -> Any:
-        result, seen[index] = inspect_op(func, args, kwargs)
-        return result
-
-    try:
-        replay.plain(ReplaySettings(backward=backward), mode=InspectMode({op.index: op.name for op in ops}, look_at))
-    except Exception as error:
-        # The user's function cannot be run twice. The diagnosis holds, without the numbers.
-        replay.subject.remarks += (
-            f"The step could not be replayed once more to inspect the operation ({type(error).__name__}: {error}).",
-        )
-    return seen
+    tries = f"{1 + sum(again)} of {1 + len(again)} replays from the same weights, batch and random numbers were finite"
+    return _known(subject, gradients).but(loss=subject.loss, not_reproduced=tries)
 
 
 def _known(subject: ReplayStep, gradients: int) -> Failure:
@@ -154,165 +122,17 @@ def _known(subject: ReplayStep, gradients: int) -> Failure:
     )
 
 
-class FailureDiagnosis:
-    """The diagnosis of a recorded replay that was not finite."""
-
-    def __init__(self, replay: Replay, taped: RecordedReplay) -> None:
-        self._replay, self._taped, self._tape = replay, taped, taped.tape
-        self._origins = TensorOwners(replay.subject)
-        results = [given for given in taped.results if self._tape.ranges.is_bad(given.slot)]
-        gradients = [taped.gradients[name] for name in taped.ended.bad]
-        self._symptom = "loss" if results else "gradients"
-        self._ancestry = slice_back(self._tape, results or gradients)
-        self._op, self._source = self._find_cause(self._ancestry)
-        later = (each for each in self._ancestry.from_infinities if self._op is None or each.index > self._op.index)
-        self._nan_op = next(later, None)
-
-    @property
-    def wanted(self) -> list[RecordedOp]:
-        """Operations to inspect."""
-        reader = self._source[0] if self._source is not None else None
-        return [op for op in (self._op, self._nan_op, reader) if op is not None]
-
-    def failure(self, looks: Mapping[int, OpInspection]) -> Failure:
-        """Return the failure, with what the inspected operations showed."""
-        ended = self._taped.ended
-        failure = _known(self._replay.subject, ended.gradients).but(
-            symptom=self._symptom,
-            loss=ended.loss,
-            bad_gradients=ended.bad,
-            has_modules=self._tape.has_modules,
-            remarks=self._remarks(),
+def inspect_ops(replay: Replay, ops: Sequence[RecordedOp], *, backward: bool) -> dict[int, dict[str, Any]]:
+    """Replay once more, and return what these operations show as they run: fields of ``Origin``, by index."""
+    mode = InspectMode({op.index: op.name for op in ops})
+    try:
+        replay.plain(ReplaySettings(backward=backward), mode=mode)
+    except Exception as error:
+        # The user's function cannot be run twice. The diagnosis holds, without the numbers.
+        replay.subject.remarks += (
+            f"The step could not be replayed once more to inspect the operation ({type(error).__name__}: {error}).",
         )
-        if self._source is not None:
-            reader, given = self._source
-            first_use = None if reader is None else self.origin(reader, looks)
-            found = self._origins.source(given, first_use)
-            return failure.but(source=found, optimizer=self._optimizer_of(given))
-        origin = None if self._op is None else self.origin(self._op, looks)
-        if self._op is not None and origin is not None and any(map(math.isnan, self._op.scalars)):
-            return failure.but(source=BadTensor(what="number", first_use=origin))
-        is_later = origin is not None and origin.made != "nan" and self._nan_op is not self._op
-        nan_origin = self.origin(self._nan_op, looks) if is_later and self._nan_op is not None else None
-        return failure.but(origin=origin, nan_origin=nan_origin)
-
-    def _remarks(self) -> tuple[str, ...]:
-        was, now = self._replay.subject.loss, self._taped.ended.loss
-        remarks = self._replay.subject.remarks
-        if was is None or now is None or was == now or (math.isnan(was) and math.isnan(now)):
-            return remarks
-        return (*remarks, f"The loss of the replay is {now:.6g}; the loss of the step was {was:.6g}.")
-
-    def _optimizer_of(self, given: TensorRead) -> OptimizerFacts | None:
-        parameter = self._origins.parameter(given)
-        subject = self._replay.subject
-        if parameter is None:
-            return None
-        return optimizer_facts_of(subject.optimizers, parameter, taken=(subject.step or 1) - 1)
-
-    def _find_cause(
-        self, ancestry: BackwardSlice
-    ) -> tuple[RecordedOp | None, tuple[RecordedOp | None, TensorRead] | None]:
-        """Return the operation or the input that is to blame: the first that was not infinite on purpose."""
-        sources = [
-            (reader, given)
-            for reader, given, kind in ancestry.sources
-            if kind == "nan" or not self._origins.is_intended(given, ancestry)
-        ]
-        computed = [each for each in ancestry.computed if not self._is_mask(each, ancestry)]
-        op = self._determinant_behind(computed[0]) if computed else None
-        if op is None and sources and self._is_unowned(*sources[0]):
-            # The value cannot be followed further back: a collective, or memory written without an operation.
-            op = first_bad_op(self._tape)
-            sources = [] if op is not None else sources
-        if sources and (op is None or sources[0][0] is None or sources[0][0].index <= op.index):
-            return None, sources[0]
-        intended = ancestry.from_infinities or ancestry.literal
-        return self._forward_origin(op) if op is not None else (intended[0] if intended else None), None
-
-    def _forward_origin(self, op: RecordedOp) -> RecordedOp:
-        """Return the forward operation that was already infinite, if the loss contains its derivative; else ``op``."""
-        forward = None if op.live or op.forward is None else self._tape.ops[op.forward]
-        if forward is None or self._symptom != "loss" or not self._tape.made(forward):
-            return op
-        return op if self._tape.was_given_bad(forward) else forward
-
-    def _is_unowned(self, reader: RecordedOp | None, given: TensorRead) -> bool:
-        return (reader is None or reader.site.file is None) and self._origins.is_unknown(given)
-
-    def _has_infinite_number(self, op: RecordedOp) -> bool:
-        """Return whether a Python infinity among its arguments became NaN: `mask * float('-inf')`."""
-        return any(map(math.isinf, op.scalars)) and self._tape.made(op) == "nan"
-
-    def _is_mask(self, op: RecordedOp, ancestry: BackwardSlice) -> bool:
-        """Return whether this is the logarithm of a 0/1 mask that goes into a softmax, which is -inf on purpose."""
-        reaches = ancestry.from_infinities and family_of(ancestry.from_infinities[0].name) == "softmax"
-        ends = [self._tape.ranges[given.slot] for given in op.inputs]
-        return bool(reaches) and family_of(op.name) == "logarithm" and all(each in ((0, 0), (0, 1)) for each in ends)
-
-    def _determinant_behind(self, op: RecordedOp) -> RecordedOp:
-        """Return the determinant for the NaN that torch.logdet fills in where it is negative; else ``op``."""
-        near = (
-            self._tape.ops[max(op.index - LITERAL_SEARCH_DEPTH, 0) : op.index]
-            if any(map(math.isnan, op.scalars))
-            else ()
-        )
-        return next((each for each in near if each.site == op.site and family_of(each.name) == "determinant"), op)
-
-    def origin(self, op: RecordedOp, looks: Mapping[int, OpInspection]) -> Origin:
-        """Describe an operation as the origin of a bad value."""
-        tape, seen = self._tape, looks.get(op.index)
-        forward = None if op.forward is None else tape.ops[op.forward]
-        origin = Origin(
-            op=op.name,
-            made=tape.made(op) or "nan",
-            dtype=op.dtype,
-            phase=op.phase,
-            site=op.site,
-            live=op.live,
-            module=op.module,
-            module_class=op.module_class,
-            derivative_of="" if forward is None else base_name(forward.name),
-            hidden="" if forward is None else tape.made(forward),
-            by_hand=op in self._ancestry.literal,
-            from_infinities=op in self._ancestry.from_infinities or self._has_infinite_number(op),
-            literals=tuple(self._literals(op)),
-        )
-        if seen is None:
-            return origin
-        return replace(
-            origin,
-            inputs=seen.inputs,
-            output=seen.output,
-            exact=seen.exact,
-            exact_largest=seen.exact_largest,
-            zero_divisors=seen.zero_divisors,
-            outside_domain=seen.outside_domain,
-            masked_rows=seen.masked_rows,
-        )
-
-    def _literals(self, op: RecordedOp) -> Iterator[RoundedLiteral]:
-        """Yield the numbers in the source, on the way to the operation, that its format cannot represent."""
-        near, seen = [op], set()
-        for _ in range(LITERAL_SEARCH_DEPTH):
-            for each in near:
-                yield from _unrepresentable(each)
-            seen |= {each.index for each in near}
-            made = [_last_writer(self._tape, given) for each in near for given in each.inputs]
-            near = list({each.index: each for each in made if each is not None and each.index not in seen}.values())
-
-
-def _unrepresentable(op: RecordedOp) -> Iterator[RoundedLiteral]:
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}.get(op.dtype)
-    for value in op.scalars if dtype is not None else ():
-        becomes = float(torch.tensor(value, dtype=dtype))
-        if value and math.isfinite(value) and (becomes == 0 or math.isinf(becomes)):
-            yield RoundedLiteral(value=value, becomes=becomes, dtype=op.dtype, site=op.site)
-
-
-def _last_writer(tape: Tape, given: TensorRead) -> RecordedOp | None:
-    writers = given.storage.writers[: given.writers]
-    return tape.ops[writers[-1].op] if writers else None
+    return mode.seen
 
 
 def swallowed_infinities(replay: Replay, taped: RecordedReplay) -> Iterator[Failure]:
@@ -322,8 +142,218 @@ def swallowed_infinities(replay: Replay, taped: RecordedReplay) -> Iterator[Fail
     made = [op for op in ops if not tape.was_given_bad(op)]
     if not made:
         return
-    inquiry, looks = FailureDiagnosis(replay, taped), inspect_ops(replay, made, backward=False)
+    diagnosis, seen = FailureDiagnosis(replay, taped), inspect_ops(replay, made, backward=False)
     for op in made:
         yield _known(replay.subject, taped.ended.gradients).but(
-            symptom="value", origin=inquiry.origin(op, looks), swallowed=True, has_modules=tape.has_modules
+            symptom="value", origin=diagnosis.origin(op, seen), swallowed=True, has_modules=tape.has_modules
         )
+
+
+class FailureDiagnosis:
+    """The diagnosis of a recorded replay that was not finite."""
+
+    def __init__(self, replay: Replay, taped: RecordedReplay) -> None:
+        self._subject, self._ended, self._tape = replay.subject, taped.ended, taped.tape
+        self._owners = _owners(replay.subject)
+        results = [given for given in taped.results if self._tape.ranges.bad(given.slot)]
+        self._symptom = "loss" if results else "gradients"
+        self._slice = slice_back(self._tape, results or [taped.gradients[name] for name in taped.ended.bad])
+        self._op, self._source = self._find_cause()
+        later = (each for each in self._slice.from_infinities if self._op is None or each.index > self._op.index)
+        self._nan_op = next(later, None)
+
+    @property
+    def wanted(self) -> list[RecordedOp]:
+        """Operations to inspect."""
+        reader = self._source[0] if self._source is not None else None
+        return [op for op in (self._op, self._nan_op, reader) if op is not None]
+
+    def failure(self, seen: Mapping[int, dict[str, Any]]) -> Failure:
+        """Return the failure, with what the inspected operations showed."""
+        remarks, was, now = self._subject.remarks, self._subject.loss, self._ended.loss
+        if was is not None and now is not None and was != now and not (math.isnan(was) and math.isnan(now)):
+            remarks = (*remarks, f"The loss of the replay is {now:.6g}; the loss of the step was {was:.6g}.")
+        failure = _known(self._subject, self._ended.gradients).but(
+            symptom=self._symptom,
+            loss=now,
+            bad_gradients=self._ended.bad,
+            has_modules=self._tape.has_modules,
+            remarks=remarks,
+        )
+        if self._source is not None:
+            reader, given = self._source
+            source = self._bad_tensor(given, None if reader is None else self.origin(reader, seen))
+            what, _, tensor = self._owner(given)
+            if what != "parameter" or tensor is None:
+                return failure.but(source=source)
+            steps = (self._subject.step or 1) - 1
+            return failure.but(source=source, optimizer=_optimizer_facts(self._subject.optimizers, tensor, steps))
+        if self._op is None:
+            return failure
+        origin = self.origin(self._op, seen)
+        if any(map(math.isnan, self._op.scalars)):
+            return failure.but(source=BadTensor(what="number", first_use=origin))
+        later = self._nan_op if origin.made != "nan" and self._nan_op is not self._op else None
+        return failure.but(origin=origin, nan_origin=None if later is None else self.origin(later, seen))
+
+    def origin(self, op: RecordedOp, seen: Mapping[int, dict[str, Any]]) -> Origin:
+        """Describe an operation as the origin of a bad value."""
+        tape = self._tape
+        forward = None if op.forward is None else tape.ops[op.forward]
+        made = tape.made(op)
+        return Origin(
+            op=op.name,
+            made=made or "nan",
+            dtype=op.dtype,
+            phase=op.phase,
+            site=op.site,
+            live=op.live,
+            module=op.module,
+            module_class=op.module_class,
+            derivative_of="" if forward is None else base_name(forward.name),
+            hidden="" if forward is None else tape.made(forward),
+            by_hand=op in self._slice.literal,
+            # A Python infinity among its arguments may have become NaN: `mask * float('-inf')`.
+            from_infinities=op in self._slice.from_infinities or (made == "nan" and any(map(math.isinf, op.scalars))),
+            literals=tuple(self._literals(op)),
+            **seen.get(op.index, {}),
+        )
+
+    def _literals(self, op: RecordedOp) -> Iterator[RoundedLiteral]:
+        """Yield the numbers in the source, on the way to the operation, that its format cannot represent."""
+        near, seen = {op.index: op}, set()
+        for _ in range(LITERAL_SEARCH_DEPTH):
+            for each in near.values():
+                dtype = LITERAL_DTYPES.get(each.dtype)
+                for value in each.scalars if dtype is not None else ():
+                    becomes = float(torch.tensor(value, dtype=dtype))
+                    if value and math.isfinite(value) and (becomes == 0 or math.isinf(becomes)):
+                        yield RoundedLiteral(value=value, becomes=becomes, dtype=each.dtype, site=each.site)
+            seen |= set(near)
+            writers = [given.storage.writers[: given.writers] for each in near.values() for given in each.inputs]
+            made = [self._tape.ops[written[-1].op] for written in writers if written]
+            near = {each.index: each for each in made if each.index not in seen}
+
+    # The cause
+
+    def _find_cause(self) -> tuple[RecordedOp | None, tuple[RecordedOp | None, TensorRead] | None]:
+        """Return the operation or the input that is to blame: the first that was not infinite on purpose."""
+        sources = [
+            (reader, given)
+            for reader, given, kind in self._slice.sources
+            if kind == "nan" or not self._is_intended(given)
+        ]
+        computed = [each for each in self._slice.computed if not self._is_mask(each)]
+        op = self._determinant_behind(computed[0]) if computed else None
+        if op is None and sources:
+            reader, given = sources[0]
+            if (reader is None or reader.site.file is None) and self._owner(given)[0] == "other":
+                # The value cannot be followed further back: a collective, or memory written without an operation.
+                op = first_bad_op(self._tape)
+                sources = [] if op is not None else sources
+        if sources and (op is None or sources[0][0] is None or sources[0][0].index <= op.index):
+            return None, sources[0]
+        if op is None:
+            return next(iter(self._slice.from_infinities or self._slice.literal), None), None
+        # If the loss contains a derivative, the forward operation may have been infinite already.
+        forward = None if op.live or op.forward is None or self._symptom != "loss" else self._tape.ops[op.forward]
+        if forward is not None and self._tape.made(forward) and not self._tape.was_given_bad(forward):
+            return forward, None
+        return op, None
+
+    def _reaches_softmax(self) -> bool:
+        """Return whether the first operation that made NaN of infinities is a softmax: they may be a mask."""
+        return family_of(self._slice.from_infinities[0].name) == "softmax" if self._slice.from_infinities else False
+
+    def _is_intended(self, given: TensorRead) -> bool:
+        """Return whether infinities (without NaN) in an input are there on purpose, as in a mask."""
+        what, name, tensor = self._owner(given)
+        if what == "parameter" or not self._slice.from_infinities:
+            return False
+        if what == "buffer":  # masks hold -inf, not inf
+            is_mask = tensor is not None and not bool((local_shard(tensor) == math.inf).any())
+            return is_mask and not name.rpartition(".")[2].startswith("running_")
+        return what == "other" or self._reaches_softmax()
+
+    def _is_mask(self, op: RecordedOp) -> bool:
+        """Return whether this is the logarithm of a 0/1 mask that goes into a softmax, which is -inf on purpose."""
+        ends = [self._tape.ranges[given.slot] for given in op.inputs]
+        is_of_mask = family_of(op.name) == "logarithm" and all(each in ((0, 0), (0, 1)) for each in ends)
+        return is_of_mask and self._reaches_softmax()
+
+    def _determinant_behind(self, op: RecordedOp) -> RecordedOp:
+        """Return the determinant for the NaN that torch.logdet fills in where it is negative; else ``op``."""
+        if not any(map(math.isnan, op.scalars)):
+            return op
+        near = self._tape.ops[max(op.index - LITERAL_SEARCH_DEPTH, 0) : op.index]
+        return next((each for each in near if each.site == op.site and family_of(each.name) == "determinant"), op)
+
+    # Owners of memory
+
+    def _owner(self, given: TensorRead) -> tuple[str, str, Tensor | None]:
+        """Return whose memory it is ("parameter", "buffer", "batch" or "other"), and the owner's name and tensor."""
+        leaf = given.storage.leaf
+        return ("other", "", leaf) if leaf is None else self._owners.get(storage_id(leaf), ("other", "", leaf))
+
+    def _bad_tensor(self, given: TensorRead, first_use: Origin | None) -> BadTensor:
+        """Describe a bad input and the operation that read it first."""
+        what, name, tensor = self._owner(given)
+        rows: list[int] = []
+        values = None if tensor is None or what not in ("batch", "other") else readable_values(local_shard(tensor))
+        if values is not None and values.dim():
+            rows = values.isfinite().logical_not().reshape(len(values), -1).any(-1).nonzero().flatten().tolist()
+        module_class = ""
+        if what in ("buffer", "parameter"):
+            modules = (pair for model in self._subject.models for pair in model.named_modules())
+            path = name.rpartition(".")[0]
+            module_class = next((type(module).__name__ for other, module in modules if other == path), "")
+        return BadTensor(
+            what=what,
+            name=name,
+            values=None if tensor is None else values_of(tensor),
+            module_class=module_class,
+            rows=tuple(rows[:NAMED_SAMPLES]),
+            bad_rows=len(rows),
+            first_use=first_use,
+        )
+
+
+def _owners(subject: ReplayStep) -> dict[int, tuple[str, str, Tensor]]:
+    """Return the owner of each storage: a parameter, a buffer or the batch, also of its views."""
+    named = [("batch", subject.batch)]
+    for what, method in (("buffer", "named_buffers"), ("parameter", "named_parameters")):
+        of_others = [(type(model).__name__, pair) for model in subject.others for pair in getattr(model, method)()]
+        named.append((what, {f"{owner}.{name}": tensor for owner, (name, tensor) in of_others}))
+    named += [("buffer", subject.buffers()), ("parameter", subject.parameters())]
+    return {storage_id(tensor): (what, name, tensor) for what, some in named for name, tensor in some.items()}
+
+
+def _optimizer_facts(optimizers: Sequence[Optimizer], parameter: Tensor, taken: int) -> OptimizerFacts | None:
+    """Describe the optimizer of a parameter that is not finite; None if there is none, or it has taken no step yet.
+
+    taken: the number of steps so far, for an optimizer that does not count them.
+    """
+    groups = ((optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
+    found = next((pair for pair in groups if any(each is parameter for each in pair[1]["params"])), None)
+    if found is None:
+        return None
+    optimizer, group = found
+    state, rate, eps = optimizer.state.get(parameter, {}), group.get("lr"), group.get("eps")
+    # An optimizer with eps has state from its first step on: without state, all steps so far were skipped.
+    uncounted = taken if "eps" not in group else 0
+    is_number = isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.numel() == 1)
+    facts = OptimizerFacts(
+        name=type(optimizer).__name__,
+        steps=int(float(state.get("step", uncounted or (1 if state else 0)))),
+        lr=float(rate) if rate is not None and is_number else None,
+    )
+    if not facts.steps:
+        return facts if facts.has_absurd_lr else None
+    values = local_shard(parameter).detach()
+    bad = values.isfinite().logical_not()
+    second, zeros = next((state[name] for name in SECOND_MOMENTS if name in state), None), None
+    if isinstance(second, Tensor) and second.shape == parameter.shape:
+        zeros = int(((local_shard(second) == 0) & bad).sum())
+    if isinstance(eps, int | float):
+        facts = replace(facts, eps=float(eps), eps_becomes=float(torch.tensor(eps, dtype=values.dtype)))
+    return replace(facts, dtype=dtype_name(values.dtype), zero_denominators=zeros, bad_weights=int(bad.sum()))

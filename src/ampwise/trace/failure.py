@@ -7,8 +7,8 @@ It is built by replaying the step (``ampwise.trace``). A value that is not finit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ampwise.finding import strict_json
@@ -42,20 +42,19 @@ class TensorSummary:
 
     def __str__(self) -> str:
         if not self.shape:
-            return " ".join(filter(None, (self.dtype, "number", self._number())))
-        extent = "" if self.low is None or self.high is None else f", {_range(self.low, self.high)}"
-        return f"{self.dtype} {'×'.join(map(str, self.shape))}{extent}{self._counts()}"
-
-    def _number(self) -> str:
-        if self.low is not None:
-            return number_text(self.low)
-        return next((name for name, count in self.special.items() if count), "")
-
-    def _counts(self) -> str:
+            special = next((name for name, count in self.special.items() if count), "")
+            number = special if self.low is None else number_text(self.low)
+            return " ".join(filter(None, (self.dtype, "number", number)))
+        parts = [f"{self.dtype} {'×'.join(map(str, self.shape))}"]
+        if self.low is not None and self.high is not None:
+            parts.append(" to ".join(map(number_text, dict.fromkeys((self.low, self.high)))))
         total = self.census.count if self.census is not None else 0
-        whole = [f"all {name}" for name, count in self.special.items() if count and count == total]
-        named = [_of(count, name) for name, count in self.special.items() if count and count < total]
-        return "".join(f", {each}" for each in (*whole, *named))
+        parts += [f"all {name}" for name, count in self.special.items() if count and count == total]
+        for name, count in self.special.items():
+            if 0 < count < total:
+                zeros = f"zero{'s' if count != 1 else ''}"
+                parts.append(f"{count:,} {zeros if name == '0' else name}")
+        return ", ".join(parts)
 
     @property
     def special(self) -> dict[str, int]:
@@ -76,16 +75,6 @@ class TensorSummary:
         if self.negative_infs:
             plain["negative_infs"] = self.negative_infs
         return plain
-
-
-def _range(low: float, high: float) -> str:
-    return number_text(low) if low == high else f"{number_text(low)} to {number_text(high)}"
-
-
-def _of(count: int, name: str) -> str:
-    if name == "0":
-        return f"{count:,} zero{'s' if count != 1 else ''}"
-    return f"{count:,} {name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +127,30 @@ class Origin:
         """Whether the format of its result has a smaller range than FP32."""
         return self.dtype in NARROW
 
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "op": self.op,
+            "made": "NaN" if self.made == "nan" else self.made,
+            "dtype": self.dtype,
+            "module": self.module,
+            "module_class": self.module_class,
+            "phase": self.phase,
+            "derivative_of": self.derivative_of,
+            "called_from": self.site.called_from,
+            "through": self.site.through,
+            "inputs": [values.as_dict() for values in self.inputs],
+            "output": None if self.output is None else self.output.as_dict(),
+            "exact": self.exact,
+            "exact_largest": self.exact_largest,
+            "zero_divisors": self.zero_divisors or None,
+            "outside_domain": self.outside_domain or None,
+            "masked_rows": self.masked_rows or None,
+            "literals": [
+                {"value": each.value, "becomes": each.becomes, "dtype": each.dtype, "place": each.site.in_text}
+                for each in self.literals
+            ],
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadTensor:
@@ -151,6 +164,16 @@ class BadTensor:
     bad_rows: int = 0  # number of bad samples
     first_use: Origin | None = None  # the operation that read it first
 
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "name": self.name,
+            "module_class": self.module_class,
+            "values": None if self.values is None else self.values.as_dict(),
+            "samples": self.rows,
+            "bad_samples": self.bad_rows or None,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts:
@@ -160,10 +183,10 @@ class OptimizerFacts:
     eps: float | None = None
     eps_becomes: float | None = None  # in the format of the parameter
     dtype: str = ""
+    lr: float | None = None
     steps: int = 0  # taken so far
     zero_denominators: int | None = None  # bad weights whose second moment is 0
     bad_weights: int = 0
-    lr: float | None = None
 
     @property
     def is_narrow(self) -> bool:
@@ -260,8 +283,41 @@ class Failure:
 
     def evidence(self) -> dict[str, Any]:
         """Return everything known as plain data: ``trace`` for machines, the other keys for people."""
-        shown = {"op": None if self.culprit is None else self.culprit.op, "note": " ".join(self.remarks)}
-        return {**known_as_json(shown), "trace": _traced(self)}
+        culprit, nan_origin, source = self.culprit, self.nan_origin, self.source
+        trace: dict[str, Any] = {} if culprit is None else culprit.as_dict()
+        if nan_origin is not None:
+            inputs = [values.as_dict() for values in nan_origin.inputs]
+            place = {"place": str(nan_origin.site), "module": nan_origin.module}
+            trace["nan_origin"] = {"op": nan_origin.op, **place, "inputs": inputs}
+        trace |= {
+            "source": None if source is None else known_as_json(source.as_dict()),
+            "optimizer": None if self.optimizer is None else known_as_json(asdict(self.optimizer)),
+            "symptom": self.symptom,
+            "loss": self.loss,
+            "precision": self.precision,
+            "scale": self.scale,
+            "fitting_scale": self.fitting_scale,
+            "bad_gradients": self.bad_gradients[:NAMED_GRADIENTS],
+            "bad_gradient_count": len(self.bad_gradients) or None,
+            "gradients": self.gradients or None,
+            "trials": [
+                {
+                    "what": trial.what,
+                    "code": trial.code,
+                    "change": trial.change,
+                    "argument": trial.argument,
+                    "finite": trial.finite,
+                    "loss_before": self.loss,
+                    "loss_after": trial.loss,
+                    "bad_gradients_before": len(self.bad_gradients),
+                    "bad_gradients_after": trial.bad_gradients,
+                }
+                for trial in self.trials
+            ],
+            "remarks": self.remarks,
+        }
+        shown = {"op": None if culprit is None else culprit.op, "note": " ".join(self.remarks)}
+        return {**known_as_json(shown), "trace": known_as_json(trace)}
 
     @property
     def culprit(self) -> Origin | None:
@@ -275,20 +331,17 @@ class Failure:
     @property
     def kind(self) -> str:
         """Kind of failure, one of KINDS."""
-        if self.not_reproduced:
+        source, origin = self.source, self.origin
+        if self.not_reproduced or (source is None and origin is None):
             return "not-reproduced"
-        if self.source is not None:
-            return self._kind_of_source(self.source)
-        if self.origin is None:
-            return "not-reproduced"
-        if is_collective(self.origin.op):
+        if source is not None:
+            if source.what == "parameter" and self.optimizer is not None and self.optimizer.has_divided:
+                return "optimizer-division"
+            return SOURCE_KINDS.get(source.what, "bad-batch")
+        assert origin is not None
+        if is_collective(origin.op):
             return "from-another-rank"
-        return "swallowed-infinity" if self.swallowed else self._kind_of_origin(self.origin)
-
-    def _kind_of_source(self, source: BadTensor) -> str:
-        if source.what == "parameter" and self.optimizer is not None and self.optimizer.has_divided:
-            return "optimizer-division"
-        return SOURCE_KINDS.get(source.what, "bad-batch")
+        return "swallowed-infinity" if self.swallowed else self._kind_of_origin(origin)
 
     def _kind_of_origin(self, origin: Origin) -> str:
         if is_custom(origin.op):
@@ -331,113 +384,6 @@ def _is_outside(origin: Origin) -> bool:
     return bool(origin.outside_domain) or (origin.output is None and origin.family in ("logarithm", "gamma", "arc"))
 
 
-# Plain data
-
-
 def known_as_json(evidence: Mapping[str, Any]) -> dict[str, Any]:
     """Return the known values, ready for JSON: numbers that are not finite as strings."""
     return {key: strict_json.to_json_types(value) for key, value in evidence.items() if value not in (None, "", (), [])}
-
-
-def _traced(failure: Failure) -> dict[str, Any]:
-    culprit = failure.culprit
-    return known_as_json(
-        {
-            **({} if culprit is None else _operation_data(culprit)),
-            "nan_origin": _nan_origin(failure.nan_origin),
-            "source": _source(failure.source),
-            "optimizer": _optimizer(failure.optimizer),
-            "symptom": failure.symptom,
-            "loss": failure.loss,
-            "precision": failure.precision,
-            "scale": failure.scale,
-            "fitting_scale": failure.fitting_scale,
-            "bad_gradients": failure.bad_gradients[:NAMED_GRADIENTS],
-            "bad_gradient_count": len(failure.bad_gradients) or None,
-            "gradients": failure.gradients or None,
-            "trials": [_trial(failure, trial) for trial in failure.trials],
-            "remarks": failure.remarks,
-        }
-    )
-
-
-def _operation_data(origin: Origin) -> dict[str, Any]:
-    return {
-        "op": origin.op,
-        "made": "NaN" if origin.made == "nan" else origin.made,
-        "dtype": origin.dtype,
-        "module": origin.module,
-        "module_class": origin.module_class,
-        "phase": origin.phase,
-        "derivative_of": origin.derivative_of,
-        "called_from": origin.site.called_from,
-        "through": origin.site.through,
-        "inputs": _all_values(origin.inputs),
-        "output": None if origin.output is None else origin.output.as_dict(),
-        "exact": origin.exact,
-        "exact_largest": origin.exact_largest,
-        "zero_divisors": origin.zero_divisors or None,
-        "outside_domain": origin.outside_domain or None,
-        "masked_rows": origin.masked_rows or None,
-        "literals": [
-            {"value": each.value, "becomes": each.becomes, "dtype": each.dtype, "place": each.site.in_text}
-            for each in origin.literals
-        ],
-    }
-
-
-def _all_values(inputs: Iterable[TensorSummary]) -> list[dict[str, Any]]:
-    return [values.as_dict() for values in inputs]
-
-
-def _nan_origin(origin: Origin | None) -> dict[str, Any] | None:
-    if origin is None:
-        return None
-    return {"op": origin.op, "place": str(origin.site), "module": origin.module, "inputs": _all_values(origin.inputs)}
-
-
-def _source(source: BadTensor | None) -> dict[str, Any] | None:
-    if source is None:
-        return None
-    values = None if source.values is None else source.values.as_dict()
-    return known_as_json(
-        {
-            "what": source.what,
-            "name": source.name,
-            "module_class": source.module_class,
-            "values": values,
-            "samples": source.rows,
-            "bad_samples": source.bad_rows or None,
-        }
-    )
-
-
-def _optimizer(facts: OptimizerFacts | None) -> dict[str, Any] | None:
-    if facts is None:
-        return None
-    return known_as_json(
-        {
-            "name": facts.name,
-            "eps": facts.eps,
-            "eps_becomes": facts.eps_becomes,
-            "dtype": facts.dtype,
-            "lr": facts.lr,
-            "steps": facts.steps,
-            "zero_denominators": facts.zero_denominators,
-            "bad_weights": facts.bad_weights,
-        }
-    )
-
-
-def _trial(failure: Failure, trial: FixTrial) -> dict[str, Any]:
-    return {
-        "what": trial.what,
-        "code": trial.code,
-        "change": trial.change,
-        "argument": trial.argument,
-        "finite": trial.finite,
-        "loss_before": failure.loss,
-        "loss_after": trial.loss,
-        "bad_gradients_before": len(failure.bad_gradients),
-        "bad_gradients_after": trial.bad_gradients,
-    }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -27,7 +27,7 @@ MAX_OBJECTS = 50_000  # objects to save, the nearest first
 MAX_ITEMS = 100_000  # items of a list or dict: longer ones are data, which a step does not change
 MAX_ARRAY_BYTES = 2**24  # bytes of a numpy array
 
-Restorer = Callable[[], None]
+Restorer = Callable[[], Any]
 
 
 class PythonState:
@@ -46,23 +46,25 @@ class PythonState:
         while pending and len(self._restores) < MAX_OBJECTS:
             each = pending.popleft()
             if id(each) not in self._restores and _is_saved(each):
-                self._restores[id(each)] = each, list(_restores_of(each))
-                pending.extend(_parts(each))
+                restores, parts = _save(each)
+                self._restores[id(each)] = each, restores
+                pending.extend(parts)
 
     @contextmanager
     def with_optimizers(self) -> Iterator[None]:
         """Within the context, save the state of every optimizer before its first step."""
-        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: self._note_optimizer(optimizer))
+
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            if id(optimizer) not in self._restores:
+                dicts = [optimizer.state, *optimizer.state.values(), *optimizer.param_groups]
+                found = [each for each in dicts if isinstance(each, dict)]
+                self._restores[id(optimizer)] = optimizer, [partial(_restore_dict, d, list(d.items())) for d in found]
+
+        handle = register_optimizer_step_pre_hook(note)
         try:
             yield
         finally:
             handle.remove()
-
-    def _note_optimizer(self, optimizer: Optimizer) -> None:
-        if id(optimizer) not in self._restores:
-            dicts = [optimizer.state, *optimizer.state.values(), *optimizer.param_groups]
-            restores = [_dict_restorer(each) for each in dicts if isinstance(each, dict)]
-            self._restores[id(optimizer)] = optimizer, restores
 
     def put_back(self) -> None:
         """Restore everything that was saved."""
@@ -82,23 +84,15 @@ def attributes_restored(models: Iterable[nn.Module]) -> Iterator[None]:
         attributes.put_back()
 
 
-# Which objects to save
-
-
 def _is_saved(thing: Any) -> bool:
     kind = type(thing)
     if kind in (list, tuple, deque) or isinstance(thing, dict | set):
         return len(thing) <= MAX_ITEMS
-    if isinstance(thing, nn.Module | torch.Generator | random.Random | MethodType | functools.partial):
+    if isinstance(thing, nn.Module | torch.Generator | random.Random | MethodType | partial):
         return True
     if isinstance(thing, FunctionType):
         return code_owner(thing.__code__.co_filename) == "own"
-    return _is_from_numpy(thing) or _is_own(kind)
-
-
-def _is_own(kind: type) -> bool:
-    """Return whether a class is the user's own; one from a notebook has no file."""
-    if kind.__module__ == "__main__":
+    if _is_from_numpy(thing) or kind.__module__ == "__main__":  # a class from a notebook has no file
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return file is not None and code_owner(file) == "own"
@@ -113,33 +107,58 @@ def _is_from_numpy(thing: Any) -> bool:
     return isinstance(thing, numpy.random.Generator | numpy.random.RandomState)
 
 
-def _parts(thing: Any) -> Iterator[Any]:
+def _save(thing: Any) -> tuple[list[Restorer], Iterable[Any]]:
+    """Return functions that restore the contents of an object, and the objects that it refers to."""
     if isinstance(thing, dict):
-        yield from thing.values()
-    elif isinstance(thing, list | tuple | deque):
-        yield from thing
-    elif isinstance(thing, MethodType):
-        yield from (thing.__self__, thing.__func__)
-    elif isinstance(thing, functools.partial):
-        yield from (thing.func, *thing.args, *thing.keywords.values())
-    elif isinstance(thing, FunctionType):
-        yield from (value for _, value in _cells(thing))
-        yield from _globals(thing).values()
-    elif hasattr(thing, "__dict__"):
-        yield from (value for name, value in vars(thing).items() if name != SKIPPED_ATTRIBUTE)
+        return [partial(_restore_dict, thing, list(thing.items()))], thing.values()
+    if isinstance(thing, list | deque | tuple):
+        return [] if isinstance(thing, tuple) else [partial(_restore_sequence, thing, list(thing))], thing
+    if isinstance(thing, set):
+        before = set(thing)
+        return [partial(thing.intersection_update, before), partial(thing.update, before)], ()
+    if (restore := _generator_or_array_restorer(thing)) is not None:
+        return [restore], ()
+    if isinstance(thing, MethodType):
+        return [], (thing.__self__, thing.__func__)
+    if isinstance(thing, partial):
+        return [], (thing.func, *thing.args, *thing.keywords.values())
+    if isinstance(thing, FunctionType):
+        return _save_function(thing)
+    restores: list[Restorer] = []
+    parts: dict[str, Any] = getattr(thing, "__dict__", {})
+    if hasattr(thing, "__dict__"):
+        restores.append(partial(_restore_dict, parts, list(parts.items())))
+    if isinstance(thing, nn.Module):
+        plain = [each for each in thing._parameters.values() if type(each) is nn.Parameter]
+        restores += [partial(_restore_data, each, each.data) for each in plain]
+    return restores, [value for name, value in parts.items() if name != SKIPPED_ATTRIBUTE]
 
 
-def _cells(function: FunctionType) -> Iterator[tuple[Any, Any]]:
+def _generator_or_array_restorer(thing: Any) -> Restorer | None:
+    """Return a function that restores a random generator or a numpy array; None for other objects."""
+    if isinstance(thing, torch.Generator):
+        return partial(thing.set_state, thing.get_state())
+    if isinstance(thing, random.Random):
+        return partial(thing.setstate, thing.getstate())
+    if not _is_from_numpy(thing):
+        return None
+    if hasattr(thing, "bit_generator"):
+        return partial(setattr, thing.bit_generator, "state", thing.bit_generator.state)
+    if hasattr(thing, "get_state"):
+        return partial(thing.set_state, thing.get_state())
+    return partial(thing.__setitem__, ..., thing.copy())
+
+
+def _save_function(function: FunctionType) -> tuple[list[Restorer], Iterable[Any]]:
+    """Save the variables of enclosing functions and the global variables that a function uses."""
+    cells = []
     for cell in function.__closure__ or ():
-        try:
-            yield cell, cell.cell_contents
-        except ValueError:  # a variable that has no value now
-            continue
-
-
-def _globals(function: FunctionType) -> dict[str, Any]:
+        with suppress(ValueError):  # a variable that has no value now
+            cells.append((cell, cell.cell_contents))
     known = function.__globals__
-    return {name: known[name] for name in _names(function.__code__) if name in known}
+    used = {name: known[name] for name in _names(function.__code__) if name in known}
+    restores: list[Restorer] = [partial(setattr, cell, "cell_contents", value) for cell, value in cells]
+    return [*restores, partial(known.update, used)], [*(value for _, value in cells), *used.values()]
 
 
 def _names(code: CodeType) -> set[str]:
@@ -147,100 +166,23 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-# How to restore them
-
-
-def _restores_of(thing: Any) -> Iterator[Restorer]:
-    """Yield functions that restore the contents of a mutable object."""
-    if isinstance(thing, dict):
-        yield _dict_restorer(thing)
-    elif isinstance(thing, list | deque):
-        yield _sequence_restorer(thing)
-    elif isinstance(thing, set):
-        yield _set_restorer(thing)
-    elif isinstance(thing, torch.Generator):
-        yield _state_restorer(thing.get_state(), thing.set_state)
-    elif isinstance(thing, random.Random):
-        yield _state_restorer(thing.getstate(), thing.setstate)
-    elif _is_from_numpy(thing):
-        yield _numpy_restorer(thing)
-    elif isinstance(thing, FunctionType):
-        yield from (_cell_restorer(cell, value) for cell, value in _cells(thing))
-        yield _globals_restorer(thing.__globals__, _globals(thing))
-    elif hasattr(thing, "__dict__") and not isinstance(thing, MethodType | functools.partial):
-        yield _dict_restorer(vars(thing))
-        if isinstance(thing, nn.Module):
-            yield from (_data_restorer(each) for each in thing._parameters.values() if type(each) is nn.Parameter)
-
-
-def _state_restorer(state: Any, restore: Callable[[Any], Any]) -> Restorer:
-    return lambda: restore(state)
-
-
-def _numpy_restorer(thing: Any) -> Restorer:
-    if hasattr(thing, "bit_generator"):
-        bits = thing.bit_generator
-        return functools.partial(setattr, bits, "state", bits.state)
-    if hasattr(thing, "get_state"):
-        return _state_restorer(thing.get_state(), thing.set_state)
-    return functools.partial(thing.__setitem__, ..., thing.copy())
-
-
-def _data_restorer(parameter: nn.Parameter) -> Restorer:
-    """Undo ``weight.data = ...``, which replaces the storage and shows up as no operation."""
-    data = parameter.data
-
-    def restore() -> None:
-        if parameter.data_ptr() != data.data_ptr():
-            parameter.data = data
-
-    return restore
-
-
-def _cell_restorer(cell: Any, before: Any) -> Restorer:
-    return lambda: setattr(cell, "cell_contents", before)
-
-
-def _globals_restorer(known: dict[str, Any], before: dict[str, Any]) -> Restorer:
-    def restore() -> None:
-        for name, value in before.items():
-            if known.get(name) is not value:
-                known[name] = value
-
-    return restore
-
-
-def _dict_restorer(value: dict[Any, Any]) -> Restorer:
-    before = list(value.items())
-
-    def restore() -> None:
-        now = list(value.items())
-        if len(now) != len(before) or any(a is not b or x is not y for (a, x), (b, y) in zip(now, before, strict=True)):
-            value.clear()
-            value.update(before)
-
-    return restore
-
-
-def _sequence_restorer(value: Any) -> Restorer:
-    before = list(value)
-
-    def restore() -> None:
-        if len(value) != len(before) or any(a is not b for a, b in zip(value, before, strict=True)):
-            value.clear()
-            value.extend(before)
-
-    return restore
-
-
-def _set_restorer(value: set[Any]) -> Restorer:
-    before = set(value)
-
-    def restore() -> None:
-        value.intersection_update(before)
+def _restore_dict(value: dict[Any, Any], before: list[tuple[Any, Any]]) -> None:
+    now = list(value.items())
+    if len(now) != len(before) or any(a is not b or x is not y for (a, x), (b, y) in zip(now, before, strict=True)):
+        value.clear()
         value.update(before)
 
-    return restore
+
+def _restore_sequence(value: Any, before: list[Any]) -> None:
+    if len(value) != len(before) or any(a is not b for a, b in zip(value, before, strict=True)):
+        value.clear()
+        value.extend(before)
+
+
+def _restore_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Undo ``weight.data = ...``, which replaces the storage and shows up as no operation."""
+    if parameter.data_ptr() != data.data_ptr():
+        parameter.data = data
 
 
 @contextmanager

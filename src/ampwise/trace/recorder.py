@@ -1,32 +1,166 @@
-"""Record every operation that torch runs, forward and backward, on a tape."""
+"""Record every operation that torch runs, forward and backward, on a tape; and restore what a replay overwrites.
+
+The tape does not keep tensors, only their smallest and largest values (a slot of ``ValueRanges``) and their
+``RecordedStorage``: an operation may overwrite its input, or write into a part of another tensor's storage that a view
+reads later.
+
+Memory is copied only when an operation is about to write to it: running statistics, a batch that is changed in place,
+gradients that are accumulated. Memory that the replay itself allocates is not copied.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampwise.finding.call_site import CallSite
 from ampwise.numbers.op_families import base_name, is_collective
-from ampwise.trace.module_paths import ModulePaths
-from ampwise.trace.stack_lines import current_line, is_recomputed, site_of
-from ampwise.trace.tape import RecordedOp, RecordedStorage, Tape, TensorRead, TensorWrite
-from ampwise.trace.undo import UndoLog, written_arguments
-from ampwise.trace.value_ranges import ALWAYS_FINITE, local_shard
+from ampwise.trace.call_site import current_line, is_recomputed, site_of
+from ampwise.trace.python_state import PythonState
+from ampwise.trace.value_ranges import ALWAYS_FINITE, ValueRanges, has_storage, local_shard
+from ampwise.train.precision.call_in_precision import DEVICE_TYPES
+from ampwise.train.precision.policy import named_modules
 
-__all__ = ["InspectMode", "LeafGradient", "OpRecorder", "UndoMode", "dtype_name", "storage_id", "tensors_in"]
+__all__ = [
+    "ModulePaths",
+    "OpRecorder",
+    "RecordedOp",
+    "RecordedStorage",
+    "Tape",
+    "TensorRead",
+    "TensorWrite",
+    "UndoMode",
+    "current_autocast",
+    "dtype_name",
+    "model_prefixes",
+    "overwrite",
+    "result_tensors",
+    "storage_id",
+    "tensors_in",
+    "written_arguments",
+]
 
-# Operations that return a view of their input although their schema does not say so.
+# Operations that return a view of their input, and arguments that operations write to, although no schema says so.
 UNDECLARED_VIEWS = ("aten._unsafe_view.", "aten._reshape_alias.", "aten.lift_fresh.", "aten.alias.")
+UNDECLARED_WRITES = frozenset({"running_mean", "running_var"})
 NO_SEQUENCE = 2**63  # from here on, the sequence number of autograd nodes that belong to no operation
-InspectFunction = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
+DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+
+
+# The tape
+
+
+class TensorWrite(NamedTuple):
+    """A write of an operation to a storage."""
+
+    op: int
+    slot: int
+
+
+@dataclass(slots=True, eq=False)
+class RecordedStorage:
+    """A tensor storage, from its first use on."""
+
+    leaf: Tensor | None = None  # a tensor that existed before: a weight, the batch, a constant
+    address: StorageWeakRef | None = None  # keeps the address from being reused by a tensor that is made later
+    writers: list[TensorWrite] = field(default_factory=list)
+    measured: dict[object, tuple[int, int]] = field(default_factory=dict)  # by view: number of writers then, slot
+
+
+class TensorRead(NamedTuple):
+    """A read of a storage by an operation."""
+
+    storage: RecordedStorage
+    writers: int  # how many operations had written to it by then
+    slot: int
+
+
+@dataclass(slots=True, eq=False)
+class RecordedOp:
+    """A recorded operation."""
+
+    index: int
+    name: str  # "aten.addmm.default"
+    dtype: str  # of its first result
+    inputs: tuple[TensorRead, ...]
+    outputs: tuple[int, ...]  # slots
+    scalars: tuple[float, ...] = ()  # Python floats among its arguments
+    site: CallSite = field(default_factory=CallSite)
+    live: bool = True  # the line itself was running; False: the line is that of the forward operation
+    phase: str = "forward"
+    module: str = ""
+    module_class: str = ""
+    forward: int | None = None  # for a backward operation, the index of its forward operation
+
+
+class Tape:
+    """All recorded operations, and the value ranges of their tensors."""
+
+    def __init__(self) -> None:
+        self.ops: list[RecordedOp] = []
+        self.ranges = ValueRanges()
+        self.has_modules = False
+
+    def made(self, op: RecordedOp) -> str:
+        """Return what is bad in an operation's results: "nan", "inf" or ""."""
+        return max(map(self.ranges.bad, op.outputs), default="")  # "nan" is the largest of these words
+
+    def was_given_bad(self, op: RecordedOp) -> bool:
+        """Return whether one of the inputs was not finite."""
+        return any(self.ranges.bad(given.slot) for given in op.inputs)
+
+
+# Tensors
+
+
+def tensors_in(things: Any) -> Iterator[Tensor]:
+    """Yield the tensors among an operation's arguments or results, also those in lists."""
+    for each in things:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from (inner for inner in each if isinstance(inner, Tensor))
+
+
+def result_tensors(result: Any) -> list[Tensor]:
+    """Return the tensors that an operation returned."""
+    return list(tensors_in(result if isinstance(result, list | tuple) else (result,)))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ampwise's name of a dtype: "fp16"; torch's name for one that is no floating-point format: "int64"."""
+    return DTYPES.get(dtype) or str(dtype).removeprefix("torch.").replace("float8", "fp8").removesuffix("fn")
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that identifies the tensor's storage."""
+    inner = local_shard(tensor)
+    try:
+        return int(inner.untyped_storage()._cdata) if inner.layout == torch.strided else id(inner)
+    except (NotImplementedError, RuntimeError):
+        return id(inner)
+
+
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Copy values into a tensor without bumping its version: autograd would reject a saved tensor that changed."""
+    with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
+        tensor.copy_(values)
+
+
+# Operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +173,37 @@ class _OpFacts:
     draws: bool  # random numbers, maybe from the user's own generator
     is_filled_later: bool  # its result has no values yet: scratch memory, or a collective's output
 
+    def written(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """Return the arguments that the operation will write to."""
+        given = (args[position] if position < len(args) else kwargs.get(name) for position, name in self.writes)
+        return list(tensors_in(given))
+
 
 @lru_cache(maxsize=8192)
 def _op_facts(func: Any) -> _OpFacts:
-    name, returns = str(func), func._schema.returns
-    aliased = [each.alias_info for each in returns]
-    is_view = bool(returns) and all(info is not None and not info.is_write for info in aliased)
-    is_view |= name.startswith(UNDECLARED_VIEWS)
-    draws = any("Generator" in str(argument.type) for argument in func._schema.arguments)
-    return _OpFacts(name, written_arguments(func), is_view, draws, is_collective(name) or "empty" in base_name(name))
+    name, schema = str(func), func._schema
+    aliased = [each.alias_info for each in schema.returns]
+    is_view = bool(aliased) and all(info is not None and not info.is_write for info in aliased)
+    return _OpFacts(
+        name=name,
+        writes=written_arguments(func),
+        is_view=is_view or name.startswith(UNDECLARED_VIEWS),
+        draws=any("Generator" in str(argument.type) for argument in schema.arguments),
+        is_filled_later=is_collective(name) or "empty" in base_name(name),
+    )
 
 
-def tensors_in(things: Any) -> Iterator[Tensor]:
-    """Yield the tensors among an operation's arguments or results, also those in lists."""
-    for each in things:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from (inner for inner in each if isinstance(inner, Tensor))
-
-
-DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return ampwise's name of a dtype: "fp16"; torch's name for one that is no floating-point format: "int64"."""
-    return DTYPES.get(dtype) or str(dtype).removeprefix("torch.").replace("float8", "fp8").removesuffix("fn")
+@lru_cache(maxsize=4096)
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return position and name of the arguments that an operation writes to."""
+    schema = func._schema
+    quiet = "batch_norm" in schema.name and "backward" not in schema.name
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or (quiet and argument.name in UNDECLARED_WRITES)
+    )
 
 
 class LeafGradient(NamedTuple):
@@ -79,8 +218,8 @@ class UndoMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.undo = UndoLog()
         self.leaves: dict[int, LeafGradient] = {}  # leaf tensors that were read, by id
+        self._copies: dict[object, tuple[Tensor, Tensor, _unsafe_preserve_version_counter]] = {}  # overwritten memory
         self._made: set[int] = set()  # storages that the replay allocated
         self._generators: dict[torch.Generator, Tensor] = {}  # the user's own generators, and their states
 
@@ -93,17 +232,14 @@ class UndoMode(TorchDispatchMode):
             self.note_leaf(tensor)
         if facts.draws:
             self.note_generators(kwargs)
-        if not facts.writes:
-            result = self.run(func, args, kwargs)
-            self._made.update(map(storage_id, _results(result)))
-            return result
-        written = list(_written(facts, args, kwargs))
+        written = facts.written(args, kwargs) if facts.writes else []
         for tensor in written:
             if storage_id(tensor) not in self._made:
-                self.undo.before_write(tensor)
+                self.note_write(tensor)
         result = self.run(func, args, kwargs)
         # A batch norm writes to its statistics and returns a new tensor; other operations return what they wrote to.
-        self._made.update(set(map(storage_id, _results(result))) - set(map(storage_id, written)))
+        made = set(map(storage_id, result_tensors(result)))
+        self._made |= made.difference(map(storage_id, written)) if written else made
         return result
 
     @classmethod
@@ -125,29 +261,27 @@ class UndoMode(TorchDispatchMode):
         if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.leaves:
             self.leaves[id(tensor)] = LeafGradient(tensor, tensor.grad)
 
+    def note_write(self, tensor: Tensor) -> None:
+        """Copy a tensor that an operation is about to overwrite."""
+        inner = local_shard(tensor)
+        if not has_storage(inner):
+            return
+        key = (id(inner), *((inner.data_ptr(), inner.shape, inner.stride()) if inner.layout == torch.strided else ()))
+        if key not in self._copies:
+            # It may be saved for another backward pass, which would reject a tensor that changed.
+            self._copies[key] = inner, inner.detach().clone(), _unsafe_preserve_version_counter(inner)
+
     def put_back(self) -> None:
-        """Restore all memory that was written to, the gradients of leaf tensors, and generators."""
-        self.undo.put_back()
-        for leaf in self.leaves.values():
-            leaf.tensor.grad = leaf.gradient
+        """Restore all memory that was written to, the latest first, the gradients of leaf tensors, and generators."""
+        for tensor, copy, version in reversed(self._copies.values()):
+            with torch.no_grad(), version:
+                if has_storage(tensor):
+                    tensor.copy_(copy)
+        self._copies.clear()
+        for leaf, gradient in self.leaves.values():
+            leaf.grad = gradient
         for generator, state in self._generators.items():
             generator.set_state(state)
-
-
-class InspectMode(UndoMode):
-    """Dispatch mode that inspects some operations, given by their index and name."""
-
-    def __init__(self, wanted: Mapping[int, str], look: InspectFunction) -> None:
-        super().__init__()
-        self._wanted, self._look = wanted, look
-        self._count = -1
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._count += 1
-        name = self._wanted.get(self._count)
-        if name is None or name != str(func):
-            return func(*args, **kwargs)
-        return self._look(self._count, func, args, kwargs)
 
 
 class OpRecorder(UndoMode):
@@ -158,9 +292,7 @@ class OpRecorder(UndoMode):
         self.tape = Tape()
         self._paths = paths
         self._storages: dict[int, RecordedStorage] = {}
-        self._by_sequence: dict[
-            int, list[int]
-        ] = {}  # forward operations, by the sequence number of their autograd node
+        self._by_sequence: dict[int, list[int]] = {}  # forward operations by the sequence number of their autograd node
         self._threads: dict[int, int] = {}  # the last sequence number, by thread
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,16 +301,25 @@ class OpRecorder(UndoMode):
         if facts.is_view:  # its storage is known already
             return func(*args, **kwargs)
         given = tuple(self.given(tensor) for tensor in tensors_in((*args, *kwargs.values())))
-        written = list(_written(facts, args, kwargs))
+        written = facts.written(args, kwargs)
         for tensor in written:
             if self._storages[storage_id(tensor)].leaf is not None:
-                self.undo.before_write(tensor)
+                self.note_write(tensor)
         if facts.draws:
             self.note_generators(kwargs)
         index = len(self.tape.ops)
         result = func(*args, **kwargs)
-        slots = self._record_results(index, given, written, result, unmeasured=facts.is_filled_later)
-        self.tape.ops.append(self._op(index, facts.name, args, kwargs, given, slots, result))
+        made = result_tensors(result)
+        op = RecordedOp(
+            index=index,
+            name=facts.name,
+            dtype=next((dtype_name(tensor.dtype) for tensor in (*made, *tensors_in(args))), ""),
+            inputs=given,
+            outputs=self._record_results(index, given, written, made, unmeasured=facts.is_filled_later),
+            scalars=tuple(each for each in (*args, *kwargs.values()) if isinstance(each, float)),
+        )
+        self._place(op)
+        self.tape.ops.append(op)
         return result
 
     def given(self, tensor: Tensor) -> TensorRead:
@@ -195,23 +336,21 @@ class OpRecorder(UndoMode):
         return TensorRead(storage, *known)
 
     def _record_results(
-        self, index: int, given: tuple[TensorRead, ...], written: list[Tensor], result: Any, *, unmeasured: bool
+        self, index: int, given: tuple[TensorRead, ...], written: list[Tensor], made: list[Tensor], *, unmeasured: bool
     ) -> tuple[int, ...]:
         """Record what the operation wrote, and return the slots of its results."""
         taken = {id(each.storage) for each in given}
+        overwritten = {id(local_shard(each)) for each in written}
         slots = []
-        seen: set[int] = set()
-        for tensor in (*_results(result), *written):
-            inner = local_shard(tensor)
-            if id(inner) in seen:
-                continue
-            seen.add(id(inner))
+        for inner in {id(each): each for each in map(local_shard, (*made, *written))}.values():
             storage = self._storages.get(storage_id(inner))
-            is_written = any(inner is local_shard(each) for each in written)
+            is_written = id(inner) in overwritten
             if storage is not None and id(storage) in taken and not is_written:
                 continue  # a view of an input, although the schema does not say so
             if storage is None or not is_written:
-                storage = self._storages[storage_id(inner)] = RecordedStorage(address=_address(inner))
+                storage = self._storages[storage_id(inner)] = RecordedStorage()
+                with suppress(NotImplementedError, RuntimeError):
+                    storage.address = StorageWeakRef(inner.untyped_storage()) if inner.layout == torch.strided else None
             if unmeasured:
                 storage.writers.append(TensorWrite(index, ALWAYS_FINITE))
                 continue
@@ -221,55 +360,25 @@ class OpRecorder(UndoMode):
             slots.append(slot)
         return tuple(slots)
 
-    def _op(
-        self,
-        index: int,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        given: tuple[TensorRead, ...],
-        slots: tuple[int, ...],
-        result: Any,
-    ) -> RecordedOp:
-        line = current_line()
-        op = RecordedOp(
-            index=index,
-            name=name,
-            dtype=next((dtype_name(tensor.dtype) for tensor in (*_results(result), *tensors_in(args))), ""),
-            inputs=given,
-            outputs=slots,
-            scalars=tuple(each for each in (*args, *kwargs.values()) if isinstance(each, float)),
-            site=site_of(line.own, line.library),
-        )
-        node = torch._C._current_autograd_node()
-        is_forward = node is None or (line.own is not None and is_recomputed())
-        if is_forward:
+    def _place(self, op: RecordedOp) -> None:
+        """Set the line, the module and the phase of an operation that has just run."""
+        line, node = current_line(), torch._C._current_autograd_node()
+        op.site = site_of(line.own, line.library)
+        if node is None or (line.own is not None and is_recomputed()):
             op.module, op.module_class = self._paths.here()
             op.phase = "optimizer" if line.in_optimizer else "forward"
         else:
-            self._place_in_backward(op, node, live=line.own is not None)
-        self._note_sequence(index)  # a backward pass creates nodes too, for second derivatives
-        return op
-
-    def _note_sequence(self, index: int) -> None:
-        """Record the autograd node of this operation: the one that was numbered last."""
-        number = torch._C._autograd._get_sequence_nr() - 1
-        thread = threading.get_ident()
+            op.phase, op.live = "backward", line.own is not None
+            forward = self._forward_of(node)
+            if not op.live:
+                op.site = CallSite() if forward is None else forward.site
+            if forward is not None:
+                op.forward, op.module, op.module_class = forward.index, forward.module, forward.module_class
+        # Its own autograd node is the one that was numbered last; a backward pass creates nodes for second derivatives.
+        number, thread = torch._C._autograd._get_sequence_nr() - 1, threading.get_ident()
         if number >= 0 and self._threads.get(thread) != number:
             self._threads[thread] = number
-            self._by_sequence.setdefault(number, []).append(index)
-
-    def _place_in_backward(self, op: RecordedOp, node: Any, *, live: bool) -> None:
-        op.phase, op.live = "backward", live
-        if not live:
-            op.site = site_of(None, None)
-        forward = self._forward_of(node)
-        if forward is None:
-            return
-        op.forward = forward.index
-        op.module, op.module_class = forward.module, forward.module_class
-        if not live:
-            op.site = forward.site
+            self._by_sequence.setdefault(number, []).append(op.index)
 
     def _forward_of(self, node: Any) -> RecordedOp | None:
         number = node._sequence_nr()
@@ -288,42 +397,83 @@ def _plain(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def _results(result: Any) -> Iterator[Tensor]:
-    return tensors_in(result if isinstance(result, list | tuple) else (result,))
-
-
-def _written(facts: _OpFacts, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    for position, name in facts.writes:
-        yield from tensors_in((args[position] if position < len(args) else kwargs.get(name),))
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Return a number that identifies the tensor's storage."""
-    inner = local_shard(tensor)
-    if not _is_strided(inner):
-        return id(inner)
-    try:
-        return int(inner.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return id(inner)
-
-
-def _address(tensor: Tensor) -> StorageWeakRef | None:
-    """Return a weak reference that keeps the storage's address from being reused; the memory itself may be freed."""
-    try:
-        return StorageWeakRef(tensor.untyped_storage()) if _is_strided(tensor) else None
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
 def _view_of(tensor: Tensor) -> object:
     """Return a key for the part of the storage that a tensor covers; views of the whole storage share a key."""
-    if not _is_strided(tensor):
+    if tensor.layout != torch.strided:
         return id(tensor)
     if tensor.nbytes == tensor.untyped_storage().nbytes() and 0 not in tensor.stride():
         return tensor.dtype
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _is_strided(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided
+# Modules
+
+
+class ModulePaths:
+    """The paths of modules in their models, and the stack of modules that are running in this thread."""
+
+    def __init__(self, models: Sequence[Module], attributes: PythonState) -> None:
+        self.roots: list[Module] = []  # the models, and the outermost modules that ran
+        self.any_ran = False
+        self.precision = ""  # autocast's, if some module ran under it
+        self._names: dict[int, str] = {}
+        self._running = threading.local()
+        self._attributes = attributes  # saves the state of models that are first seen during the run
+        for prefix, model in zip(model_prefixes(models), models, strict=True):
+            self._learn(model, prefix)
+
+    def _learn(self, model: Module, prefix: str) -> None:
+        self.roots.append(model)
+        self._attributes.note([model])
+        for name, module in named_modules(model).items():
+            self._names.setdefault(id(module), ".".join(part for part in (prefix, name) if part))
+
+    @property
+    def _stack(self) -> list[Module]:
+        return self._running.__dict__.setdefault("stack", [])  # type: ignore[no-any-return]
+
+    def here(self) -> tuple[str, str]:
+        """Return the path and class of the innermost running module; the path of a model itself is empty."""
+        stack = self._stack
+        return (self._names.get(id(stack[-1]), ""), type(stack[-1]).__name__) if stack else ("", "")
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Track modules within the context, with global hooks."""
+
+        def enters(module: Module, args: Any) -> None:
+            self.any_ran = True
+            self.precision = self.precision or current_autocast()
+            if id(module) not in self._names and not self._stack:
+                self._learn(module, "")
+            self._stack.append(module)
+
+        def leaves(module: Module, args: Any, result: Any) -> None:
+            stack = self._stack
+            while stack and stack.pop() is not module:  # a module that raised may still be on the stack
+                pass
+
+        hooks = register_module_forward_pre_hook(enters), register_module_forward_hook(leaves, always_call=True)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._stack.clear()
+
+
+def current_autocast() -> str:
+    """Return the precision of autocast on any device type: "fp16" or "bf16"; "" where it is off."""
+    for kind in DEVICE_TYPES:
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            return "fp16" if dtype == torch.float16 else "bf16" if dtype == torch.bfloat16 else ""
+    return ""
+
+
+def model_prefixes(models: Sequence[Module]) -> list[str]:
+    """Return the prefix for the module names of each model: its class or its index; "" for a single model."""
+    classes = [type(model).__name__ for model in models]
+    if len(models) == 1:
+        return [""]
+    return classes if len(set(classes)) == len(classes) else [str(number) for number in range(len(models))]

@@ -1,37 +1,63 @@
-"""Fixes for a failure: code to write, and the change that tries it in a replay."""
+"""Fixes for a failure: code to write, and the change of the failing call that tries the fix in a replay."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from ampwise.trace.failure import Failure, Origin
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-__all__ = [
-    "CHANGES",
-    "Remedy",
-    "clamped_argument",
-    "clamped_divisor",
-    "nonempty_mean",
-    "remedies_for",
-    "unmasked_rows",
-]
+from ampwise.trace.call_site import current_line
+from ampwise.trace.failure import Failure, FixTrial, Origin
+from ampwise.trace.recorder import dtype_name
+from ampwise.trace.replay import Replay, ReplaySettings
 
-# What a replay can change. The first two set the precision of the step or a module; the others change the inputs or
-# the result of the failing operation.
-CHANGES = (
-    "precision",
-    "keep",
-    "clamp-argument",
-    "clamp-divisor",
-    "clamp-exponent",
-    "clamp-result",
-    "open-masked-rows",
-    "count-at-least-one",
-)
-TINY = {"fp16": "1e-4"}  # lower bound for the argument of a root, a logarithm or a division; else:
-TINY_DEFAULT = "1e-12"
+__all__ = ["CHANGES", "Remedy", "remedies_for", "try_remedies"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+MAX_REMEDIES = 3  # remedies to try
 CUSTOM_LOOP = "in a custom loop"  # comment on the line for users without an engine
+# Operations whose derivative is infinite at the edge of their domain.
+ROOTED = ("sqrt", "rsqrt", "pow", "log", "acos", "asin", "atanh", "reciprocal", "linalg_vector_norm")
+LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
+# Names of the Python functions that run an operation of another name.
+PYTHON_NAMES = {
+    "div": {"__truediv__", "__rtruediv__", "__itruediv__", "true_divide", "divide", "__floordiv__", "floor_divide"},
+    "floor_divide": {"__floordiv__"},
+    "remainder": {"__mod__"},
+    "reciprocal": {"__rtruediv__", "__rdiv__"},
+    "pow": {"__pow__", "__rpow__", "__ipow__", "float_power"},
+    "nll_loss_forward": {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd"},
+    "nll_loss2d_forward": {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"},
+    "addmm": {"linear", "matmul", "__matmul__", "mm"},
+    "mm": {"linear", "matmul", "__matmul__"},
+    "bmm": {"matmul", "__matmul__", "einsum", "baddbmm"},
+    "mul": {"__mul__", "__rmul__", "__imul__", "multiply"},
+    "add": {"__add__", "__radd__", "__iadd__"},
+    "sub": {"__sub__", "__rsub__", "__isub__", "rsub"},
+    "linalg_vector_norm": {"norm", "vector_norm", "linalg_norm"},
+    "convolution": {"conv1d", "conv2d", "conv3d"},
+    "to_copy": {"half", "to", "type_as", "type"},
+}
+
+
+# Changes of the failing call, by name: each calls the function with a remedy applied, and returns the result, and the
+# remedy with its code adapted to the call.
+APPLY: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any], Remedy], tuple[Any, Remedy]]] = {}
+
+
+def applies(change: str) -> Callable[[F], F]:
+    """Register a function in APPLY."""
+
+    def register(function: F) -> F:
+        APPLY[change] = function
+        return function
+
+    return register
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,31 +74,99 @@ class Remedy:
 
 def remedies_for(failure: Failure) -> tuple[Remedy, ...]:
     """Return possible fixes, most likely first."""
-    origin, make = failure.origin, BY_KIND.get(failure.kind)
-    return () if origin is None or make is None else tuple(make(failure, origin))
+    origin = failure.origin
+    if origin is None:
+        return ()
+    name, dtype = origin.name, origin.dtype
+    match failure.kind:
+        case "overflow" | "unstable-loss" if origin.family == "exponential":
+            return (_clamped_exponent(origin),)
+        case "half-overflow":
+            return _wider_format(failure, origin.module)
+        case "overflow" | "gradient-overflow" as kind if origin.is_narrow:
+            return _wider_format(failure, origin.module) if kind == "overflow" or failure.precision == "fp16" else ()
+        case "outside-domain" | "unstable-loss" if origin.family not in ("determinant", "loss"):
+            return (_clamped_argument(name, dtype),)
+        case "infinite-derivative" if origin.derivative_of in ("div", *ROOTED):
+            clamped = _clamped_divisor if origin.derivative_of == "div" else _clamped_argument
+            return (clamped(origin.derivative_of, dtype),)
+        case "division-by-zero" if name != "linalg_inv_ex":
+            return (_division(origin),)
+        case "fully-masked-row":
+            return (_unmasked_rows(name),)
+        case "mean-of-nothing":
+            return (_nonempty_mean(name),)
+    return ()
 
 
-def smallest_guard(dtype: str) -> float:
-    """Return a small number that is nonzero in the format even when squared or rounded."""
-    return float(_tiny(dtype))
-
-
-def _tiny(dtype: str) -> str:
-    return TINY.get(dtype, TINY_DEFAULT)
-
-
-# Precision changes
-
-
-def _half_overflow(failure: Failure, origin: Origin) -> list[Remedy]:
-    if failure.precision not in ("fp16", "bf16"):  # the weights themselves are in half precision
-        return [
-            Remedy(
-                change="clamp-result",
-                what="the result clamped to the format's range",
-                code="limit = torch.finfo(y.dtype).max\ny = y.clamp(-limit, limit)",
+def try_remedies(replay: Replay, failure: Failure) -> tuple[FixTrial, ...]:
+    """Try the likeliest remedies, up to the first that makes the step finite."""
+    trials: list[FixTrial] = []
+    for remedy in remedies_for(failure)[:MAX_REMEDIES]:
+        settings = ReplaySettings(
+            only_if_finite=True,
+            precision=remedy.argument if remedy.change == "precision" else None,
+            keep=remedy.argument if remedy.change == "keep" else None,
+        )
+        assert failure.origin is not None
+        mode = RemedyMode(failure.origin, remedy) if remedy.change in APPLY else None
+        try:
+            ended = replay.plain(settings, mode)
+        except Exception:  # raised by the user's code, which may take another path with other values
+            continue
+        if mode is not None and not mode.met:
+            continue
+        tried = remedy if mode is None else mode.remedy
+        trials.append(
+            FixTrial(
+                what=tried.what,
+                code=tried.code,
+                change=tried.change,
+                argument=tried.argument,
+                finite=ended.finite,
+                loss=ended.loss,
+                bad_gradients=len(ended.bad),
             )
-        ]
+        )
+        if ended.finite:
+            break
+    return tuple(trials)
+
+
+class RemedyMode(TorchFunctionMode):
+    """Function mode that applies a remedy to the calls that ran the failing operation, on its line."""
+
+    def __init__(self, origin: Origin, remedy: Remedy) -> None:
+        super().__init__()
+        name = origin.derivative_of or origin.name
+        self._names, self._line = {name, *PYTHON_NAMES.get(name, ())}, (origin.site.file, origin.site.line)
+        self.remedy = remedy  # with its code adapted to the call, once there was one
+        self.met = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "").rstrip("_") not in self._names and func.__name__ not in self._names:
+            return func(*args, **kwargs)
+        line = current_line()
+        shown = line.own or line.library
+        if shown is None or shown[:2] != self._line:
+            return func(*args, **kwargs)
+        self.met = True
+        result, self.remedy = APPLY[self.remedy.change](func, args, kwargs, self.remedy)
+        return result
+
+
+class RemedyNotApplicable(Exception):
+    """The remedy cannot be applied to this call, so it is not reported as tried."""
+
+
+# A wider format
+
+
+def _wider_format(failure: Failure, module: str) -> tuple[Remedy, ...]:
+    if failure.precision not in ("fp16", "bf16"):  # the weights themselves are in half precision
+        code = "limit = torch.finfo(y.dtype).max\ny = y.clamp(-limit, limit)"
+        return (Remedy(change="clamp-result", what="the result clamped to the format's range", code=code),)
     bf16 = Remedy(
         change="precision",
         argument="bf16",
@@ -82,9 +176,9 @@ def _half_overflow(failure: Failure, origin: Origin) -> list[Remedy]:
             f'autocast = torch.autocast("{failure.device}", torch.bfloat16)  # {CUSTOM_LOOP}'
         ),
     )
-    if origin.module:
-        paths = dict.fromkeys((origin.module, _alike(origin.module)))
-        return [*(_keep(failure, path) for path in paths), bf16]
+    if module:
+        in_all_blocks = ".".join("*" if part.isdigit() else part for part in module.split("."))  # "blocks.*.mlp"
+        return (*(_kept_in_fp32(failure, path) for path in dict.fromkeys((module, in_all_blocks))), bf16)
     fp32 = Remedy(
         change="precision",
         argument="fp32",
@@ -94,16 +188,13 @@ def _half_overflow(failure: Failure, origin: Origin) -> list[Remedy]:
             f'with torch.autocast("{failure.device}", enabled=False):\n    y = f(x.float())'
         ),
     )
-    return [fp32, bf16]
+    return fp32, bf16
 
 
-def _alike(path: str) -> str:
-    """Return the pattern for the same module in all blocks: "blocks.*.mlp"."""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
-
-
-def _keep(failure: Failure, path: str) -> Remedy:
-    policy = f'ampwise.Policy("{failure.precision}").keep("fp32", {_quoted(path)})'
+def _kept_in_fp32(failure: Failure, path: str) -> Remedy:
+    # Names may contain any characters, and users copy this code.
+    quoted = f'"{path}"' if path.isprintable() and not {'"', "\\"} & set(path) else repr(path)
+    policy = f'ampwise.Policy("{failure.precision}").keep("fp32", {quoted})'
     return Remedy(
         change="keep",
         argument=path,
@@ -112,66 +203,14 @@ def _keep(failure: Failure, path: str) -> Remedy:
     )
 
 
-def _quoted(name: str) -> str:
-    """Return a module name as a Python literal; names may contain any characters, and users copy this code."""
-    return f'"{name}"' if name.isprintable() and not {'"', "\\"} & set(name) else repr(name)
-
-
-def _gradient_overflow(failure: Failure, origin: Origin) -> list[Remedy]:
-    return _half_overflow(failure, origin) if origin.is_narrow and failure.precision == "fp16" else []
-
-
-def _overflow(failure: Failure, origin: Origin) -> list[Remedy]:
-    if origin.family == "exponential":
-        return [_clamped_exponent(origin)]
-    return _half_overflow(failure, origin) if origin.is_narrow else []
+@applies("clamp-result")
+def _apply_clamped_result(func: Any, args: Any, kwargs: Any, remedy: Remedy) -> Any:
+    result = func(*args, **kwargs)
+    limit = torch.finfo(result.dtype).max
+    return result.clamp(-limit, limit), remedy
 
 
 # Bounded arguments
-
-
-def _clamped_exponent(origin: Origin) -> Remedy:
-    limit, both = 10 if origin.is_narrow else 80, origin.name in ("sinh", "cosh")
-    clamped = f"x.clamp(-{limit}, {limit})" if both else f"x.clamp(max={limit})"
-    return Remedy(
-        change="clamp-exponent",
-        what=f"the exponent clamped to {limit}",
-        code=f"y = F.softplus({clamped})" if origin.name == "softplus" else f"y = {clamped}.{origin.name}()",
-        argument=origin.name,
-        low=-float(limit) if both else None,
-        high=float(limit),
-    )
-
-
-def clamped_argument(op: str, dtype: str) -> Remedy:
-    """Return the fix that clamps the argument to where the operation and its derivative are finite in the format."""
-    tiny, near = _tiny(dtype), _margin(dtype)
-    low, high = _bounds(op, float(near))
-    written = AWAY_FROM_ONE.get(op)
-    if written is not None:
-        what, code = "the argument clamped to the domain", written
-    else:
-        what, code = f"the argument clamped to at least {tiny}", ABOVE_ZERO.get(op, "y = x.clamp_min({tiny}).{op}()")
-    return Remedy(
-        change="clamp-argument",
-        argument=op,
-        what=what,
-        code=code.format(tiny=tiny, near=near, op=op),
-        low=float(tiny) if low is None else low,
-        high=high,
-    )
-
-
-def _bounds(op: str, near: float) -> tuple[float | None, float | None]:
-    """Return the bounds in the code as numbers; None: the tiny default, or no bound."""
-    if op in AROUND_ZERO:
-        return -1 + near, 1 - near
-    if op in ("logit", "special_ndtri"):
-        return near, 1 - near
-    if op in ("log1p", "special_xlog1py"):
-        return -1 + near, None
-    return (1 + near if op == "acosh" else None), None
-
 
 # Operations that are not tensor methods, or take more arguments.
 ABOVE_ZERO = {
@@ -193,61 +232,72 @@ AWAY_FROM_ONE = {
 }
 
 
-def _margin(dtype: str) -> str:
-    """Return how far below 1 a number must be to be distinct: the next in BF16 is 0.996, in FP16 0.9995."""
-    return {"bf16": "1e-2", "fp32": "1e-6", "fp64": "1e-6"}.get(dtype, "1e-3")
+def _tiny(dtype: str) -> str:
+    """Return the lower bound for the argument of a root, a logarithm or a division."""
+    return "1e-4" if dtype == "fp16" else "1e-12"
 
 
-def _outside_domain(failure: Failure, origin: Origin) -> list[Remedy]:
-    return [clamped_argument(origin.name, origin.dtype)] if origin.family != "determinant" else []
+def _clamped_argument(op: str, dtype: str) -> Remedy:
+    """Return the fix that clamps the argument to where the operation and its derivative are finite in the format."""
+    tiny = _tiny(dtype)
+    # How far below 1 a number must be to be distinct: the next in BF16 is 0.996, in FP16 0.9995.
+    near = {"bf16": "1e-2", "fp32": "1e-6", "fp64": "1e-6"}.get(dtype, "1e-3")
+    margin, low, high = float(near), float(tiny), None
+    if op in AROUND_ZERO:
+        low, high = -1 + margin, 1 - margin
+    elif op in ("logit", "special_ndtri"):
+        low, high = margin, 1 - margin
+    elif op in ("log1p", "special_xlog1py"):
+        low = -1 + margin
+    elif op == "acosh":
+        low = 1 + margin
+    is_near_one = op in AWAY_FROM_ONE
+    code = AWAY_FROM_ONE[op] if is_near_one else ABOVE_ZERO.get(op, "y = x.clamp_min({tiny}).{op}()")
+    return Remedy(
+        change="clamp-argument",
+        argument=op,
+        what="the argument clamped to the domain" if is_near_one else f"the argument clamped to at least {tiny}",
+        code=code.format(tiny=tiny, near=near, op=op),
+        low=low,
+        high=high,
+    )
 
 
-def _infinite_derivative(failure: Failure, origin: Origin) -> list[Remedy]:
-    name = origin.derivative_of
-    if name == "div":
-        return [clamped_divisor(name, origin.dtype)]
-    return [clamped_argument(name, origin.dtype)] if name in ROOTED else []
+@applies("clamp-argument")
+def _apply_clamped_argument(func: Any, args: Any, kwargs: Any, remedy: Remedy) -> Any:
+    op = remedy.argument
+    position = 1 if op in ("xlogy", "special_xlog1py") else 0
+    given = args[position] if len(args) > position else None
+    swapped = func.__name__ == "__rpow__"  # the tensor is the exponent
+    if not isinstance(given, Tensor) or swapped or op in ("linalg_vector_norm", "norm", "polygamma"):
+        raise RemedyNotApplicable(op)
+    remedy = _clamped_argument(op, dtype_name(given.dtype))
+    return func(*_replaced(args, position, given.clamp(remedy.low, remedy.high)), **kwargs), remedy
 
 
-# Operations whose derivative is infinite at the edge of their domain.
-ROOTED = ("sqrt", "rsqrt", "pow", "log", "acos", "asin", "atanh", "reciprocal", "linalg_vector_norm")
+def _replaced(args: tuple[Any, ...], position: int, given: Any) -> tuple[Any, ...]:
+    return (*args[:position], given, *args[position + 1 :])
+
+
+def _clamped_exponent(origin: Origin) -> Remedy:
+    limit, both = 10 if origin.is_narrow else 80, origin.name in ("sinh", "cosh")
+    clamped = f"x.clamp(-{limit}, {limit})" if both else f"x.clamp(max={limit})"
+    return Remedy(
+        change="clamp-exponent",
+        what=f"the exponent clamped to {limit}",
+        code=f"y = F.softplus({clamped})" if origin.name == "softplus" else f"y = {clamped}.{origin.name}()",
+        argument=origin.name,
+        low=-float(limit) if both else None,
+        high=float(limit),
+    )
+
+
+@applies("clamp-exponent")
+def _apply_clamped_exponent(func: Any, args: Any, kwargs: Any, remedy: Remedy) -> Any:
+    return func(args[0].clamp(remedy.low, remedy.high), *args[1:], **kwargs), remedy
 
 
 # Divisions
-
-
-def _division(failure: Failure, origin: Origin) -> list[Remedy]:
-    if origin.name == "linalg_inv_ex":
-        return []
-    if origin.name in ("rsqrt", "pow", "float_power"):
-        return [clamped_argument(origin.name, origin.dtype)]
-    if origin.family == "normalisation":
-        code = "norm = nn.LayerNorm(width, eps=1e-5)  # or another normalisation, with an eps above 0"
-        return [Remedy(change="clamp-divisor", what="an eps above 0", code=code)]
-    return [clamped_divisor(origin.name, origin.dtype, _divisor(origin))]
-
-
-def _divisor(origin: Origin) -> str:
-    """Return which of DIVISORS it is, as far as the inputs show."""
-    if origin.name == "reciprocal" or len(origin.inputs) > 1:
-        return "signed" if origin.inputs and (origin.inputs[-1].low or 0.0) < 0 else "positive"
-    # The first input is the dividend, and integers are not among the inputs.
-    return "count" if origin.inputs and origin.name == "div" else "positive"
-
-
-def clamped_divisor(op: str, dtype: str, divisor: str = "positive") -> Remedy:
-    """Return the fix that keeps the divisor away from 0."""
-    tiny = "1" if divisor in ("count", "whole") else _tiny(dtype)
-    kept = DIVISORS[divisor].format(tiny=tiny)
-    hint = "  # clamp_min(1) if b is a count" if divisor == "positive" else ""
-    return Remedy(
-        change="clamp-divisor",
-        argument=op,
-        what="the divisor kept away from 0",
-        code=f"y = {DIVIDING.get(op, 'a / {}').format(kept)}{hint}",
-        low=float(tiny),
-    )
-
 
 # Kinds of divisor, and how each is kept away from 0.
 DIVISORS = {
@@ -265,14 +315,63 @@ DIVIDING = {
 }
 
 
+def _division(origin: Origin) -> Remedy:
+    name, inputs = origin.name, origin.inputs
+    if name in ("rsqrt", "pow", "float_power"):
+        return _clamped_argument(name, origin.dtype)
+    if origin.family == "normalisation":
+        code = "norm = nn.LayerNorm(width, eps=1e-5)  # or another normalisation, with an eps above 0"
+        return Remedy(change="clamp-divisor", what="an eps above 0", code=code)
+    # The first input is the dividend, and integers are not among the inputs.
+    divisor = "count" if len(inputs) == 1 and name == "div" else "positive"
+    if (name == "reciprocal" or len(inputs) > 1) and inputs and (inputs[-1].low or 0.0) < 0:
+        divisor = "signed"
+    return _clamped_divisor(name, origin.dtype, divisor)
+
+
+def _clamped_divisor(op: str, dtype: str, divisor: str = "positive") -> Remedy:
+    """Return the fix that keeps the divisor away from 0."""
+    tiny = "1" if divisor in ("count", "whole") else _tiny(dtype)
+    kept = DIVISORS[divisor].format(tiny=tiny)
+    hint = "  # clamp_min(1) if b is a count" if divisor == "positive" else ""
+    return Remedy(
+        change="clamp-divisor",
+        argument=op,
+        what="the divisor kept away from 0",
+        code=f"y = {DIVIDING.get(op, 'a / {}').format(kept)}{hint}",
+        low=float(tiny),
+    )
+
+
+@applies("clamp-divisor")
+def _apply_clamped_divisor(func: Any, args: Any, kwargs: Any, remedy: Remedy) -> Any:
+    name = func.__name__
+    position = 0 if name in ("__rtruediv__", "__rdiv__", "reciprocal") else 2 if name == "addcdiv" else 1
+    if len(args) <= position or not isinstance(args[position], Tensor | int | float):
+        raise RemedyNotApplicable(name)
+    divisor = args[position]
+    if not isinstance(divisor, Tensor):
+        kind = "whole" if isinstance(divisor, int) else "number"
+    elif divisor.is_complex() or (divisor.is_floating_point() and bool((divisor < 0).any())):
+        kind = "signed"
+    else:
+        kind = "positive" if divisor.is_floating_point() else "count"
+    narrow = divisor if isinstance(divisor, Tensor) else args[0]
+    remedy = _clamped_divisor(remedy.argument, dtype_name(narrow.dtype), kind)
+    tiny: Any = int(remedy.low or 0) if kind in ("whole", "count") else remedy.low
+    if kind in ("whole", "number"):
+        away = divisor or tiny
+    elif kind == "signed":
+        away = torch.where(divisor.abs() < tiny, tiny, divisor)
+    else:
+        away = divisor.clamp_min(tiny)
+    return func(*_replaced(args, position, away), **kwargs), remedy
+
+
 # Masked rows and empty means
 
 
-def _masked(failure: Failure, origin: Origin) -> list[Remedy]:
-    return [unmasked_rows(origin.name)]
-
-
-def unmasked_rows(op: str, dim: int = -1) -> Remedy:
+def _unmasked_rows(op: str, dim: int = -1) -> Remedy:
     """Return the fix that unmasks fully masked rows and clears them afterwards."""
     if "attention" in op:
         code = (
@@ -284,15 +383,22 @@ def unmasked_rows(op: str, dim: int = -1) -> Remedy:
         opened = f"scores.masked_fill(all_masked, 0.0).{function}({dim})"
         closed = "" if function == "logsumexp" else ".masked_fill(all_masked, 0.0)"
         code = f'all_masked = (scores == float("-inf")).all({dim}, keepdim=True)\ny = {opened}{closed}'
-    what = "fully masked rows left open"
-    return Remedy(change="open-masked-rows", argument=op, what=what, code=code)
+    return Remedy(change="open-masked-rows", argument=op, what="fully masked rows left open", code=code)
 
 
-def _mean(failure: Failure, origin: Origin) -> list[Remedy]:
-    return [nonempty_mean(origin.name)]
+@applies("open-masked-rows")
+def _apply_unmasked_rows(func: Any, args: Any, kwargs: Any, remedy: Remedy) -> Any:
+    scores, *others = args
+    dim = kwargs.get("dim", others[0] if others else -1)
+    if not isinstance(dim, int) or "attention" in remedy.argument:
+        raise RemedyNotApplicable(remedy.argument)
+    nothing_left = (scores == -math.inf).all(dim, keepdim=True)
+    result = func(scores.masked_fill(nothing_left, 0.0), *others, **kwargs)
+    is_share = remedy.argument != "logsumexp"
+    return result.masked_fill(nothing_left, 0.0) if is_share else result, _unmasked_rows(remedy.argument, dim)
 
 
-def nonempty_mean(op: str, over: int | None = None, keepdim: bool = False) -> Remedy:
+def _nonempty_mean(op: str, over: int | None = None, keepdim: bool = False) -> Remedy:
     """Return the fix that makes a mean's count at least 1."""
     if op.startswith("nll_loss"):
         code = 'y = F.cross_entropy(logits, labels, reduction="sum") / (labels != -100).sum().clamp_min(1)'
@@ -307,23 +413,32 @@ def nonempty_mean(op: str, over: int | None = None, keepdim: bool = False) -> Re
     return Remedy(change="count-at-least-one", argument=op, what="the count at least 1", code=code)
 
 
-LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
+@applies("count-at-least-one")
+def _apply_nonempty_mean(func: Any, args: Any, kwargs: Any, remedy: Remedy) -> Any:
+    op = remedy.argument
+    if op.startswith("nll_loss") or op in LOSSES:
+        if len(args) != 2 or kwargs.get("reduction", "mean") != "mean":
+            raise RemedyNotApplicable(op)
+        if op not in LOSSES and args[1].is_floating_point():  # class probabilities instead of labels
+            raise RemedyNotApplicable(op)
+        options = {name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")}
+        total = func(*args, **{**options, "reduction": "sum"})
+        if op in LOSSES:
+            return total / max(args[0].numel(), 1), remedy
+        return total / (args[1] != kwargs.get("ignore_index", -100)).sum().clamp_min(1), remedy
+    if op.startswith(("var", "std")):
+        if any(isinstance(each, bool) for each in args):  # it may be unbiased or keepdim
+            raise RemedyNotApplicable(op)
+        options = {name: value for name, value in kwargs.items() if name != "unbiased"}
+        return func(*args, **{**options, "correction": 0}), remedy
+    given, *others = args
+    dim, keepdim = kwargs.get("dim", others[0] if others else None), bool(kwargs.get("keepdim", False))
+    known = len(others) < 2 and not set(kwargs) - {"dim", "keepdim"}
+    if op != "mean" or not known or not isinstance(dim, int | None):
+        raise RemedyNotApplicable(op)
+    if dim is None:
+        return given.sum() / max(given.numel(), 1), _nonempty_mean(op)
+    return given.sum(dim, keepdim=keepdim) / max(given.shape[dim], 1), _nonempty_mean(op, dim, keepdim)
 
 
-def _unstable_loss(failure: Failure, origin: Origin) -> list[Remedy]:
-    if origin.family == "exponential":
-        return [_clamped_exponent(origin)]
-    return [clamped_argument(origin.name, origin.dtype)] if origin.family != "loss" else []
-
-
-BY_KIND: dict[str, Callable[[Failure, Origin], list[Remedy]]] = {
-    "half-overflow": _half_overflow,
-    "gradient-overflow": _gradient_overflow,
-    "overflow": _overflow,
-    "outside-domain": _outside_domain,
-    "infinite-derivative": _infinite_derivative,
-    "division-by-zero": _division,
-    "fully-masked-row": _masked,
-    "mean-of-nothing": _mean,
-    "unstable-loss": _unstable_loss,
-}
+CHANGES = ("precision", "keep", *APPLY)  # the first two set the precision of the step or of a module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -18,10 +18,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise.numbers.emulation.eager_mode import run_eagerly
-from ampwise.trace.module_paths import ModulePaths, model_prefixes
 from ampwise.trace.python_state import PythonState, muted_output
-from ampwise.trace.recorder import LeafGradient, OpRecorder, UndoMode
-from ampwise.trace.tape import Tape
+from ampwise.trace.recorder import ModulePaths, OpRecorder, Tape, TensorRead, UndoMode, model_prefixes
 from ampwise.trace.value_ranges import ValueRanges, local_shard, readable_values
 from ampwise.train.precision.call_in_precision import wrap_forward
 from ampwise.train.precision.policy import named_modules
@@ -64,9 +62,8 @@ class ReplaySettings:
 class ReplayStep:
     """A training step to replay."""
 
-    run: Callable[
-        [ReplaySettings], Any
-    ]  # forward and, if wanted, backward; returns the loss, or else the function's result
+    # Forward and, if wanted, backward; returns the loss, or else the function's result.
+    run: Callable[[ReplaySettings], Any]
     device: torch.device
     models: Sequence[Module] = ()
     batch: Mapping[str, Tensor] = field(default_factory=dict)  # input tensors by name
@@ -82,45 +79,48 @@ class ReplayStep:
     function: Callable[..., Any] | None = None  # the user's, whose variables are to be restored
 
     def parameters(self) -> dict[str, Tensor]:
-        return self._named("named_parameters", self.models)
+        return self._named("named_parameters")
 
     def buffers(self) -> dict[str, Tensor]:
-        return self._named("named_buffers", self.models)
-
-    def of_others(self, which: str) -> dict[str, Tensor]:
-        """Return parameters or buffers of the other models; ``which`` is the method, such as "named_buffers"."""
-        named = [(type(model).__name__, pair) for model in self.others for pair in getattr(model, which)()]
-        return {f"{owner}.{name}": tensor for owner, (name, tensor) in named}
+        return self._named("named_buffers")
 
     def evaluating(self) -> list[str]:
         """Return the names of the modules in evaluation mode."""
-        modules = [
-            (".".join(part for part in (prefix, path) if part), module)
-            for prefix, model in zip(model_prefixes(self.models), self.models, strict=True)
-            for path, module in named_modules(model).items()
-        ]
-        return [name for name, module in modules if not module.training]
+        return [name for name, module in self._modules() if not module.training]
 
-    def _named(self, which: str, models: Sequence[Module]) -> dict[str, Tensor]:
-        """Return tensors by the names they have in the unwrapped model."""
-        found: dict[str, Tensor] = {}
-        for prefix, model in zip(model_prefixes(models), models, strict=True):
+    def _modules(self) -> Iterator[tuple[str, Module]]:
+        """Yield the modules by the names they have in the unwrapped models."""
+        for prefix, model in zip(model_prefixes(self.models), self.models, strict=True):
             for path, module in named_modules(model).items():
-                for name, tensor in getattr(module, which)(recurse=False):
-                    found.setdefault(".".join(part for part in (prefix, path, name) if part), tensor)
+                yield ".".join(part for part in (prefix, path) if part), module
+
+    def _named(self, which: str) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for path, module in self._modules():
+            for name, tensor in getattr(module, which)(recurse=False):
+                found.setdefault(f"{path}.{name}" if path else name, tensor)
         return found
 
 
 class ReplayResult(NamedTuple):
     """Result of one replay: its loss, and which gradients are not finite."""
 
-    loss: float | None
+    loss: float | None  # the largest magnitude, if it is not a scalar
     bad: tuple[str, ...]  # parameters whose gradients are not finite
     gradients: int
 
     @property
     def finite(self) -> bool:
         return (self.loss is None or math.isfinite(self.loss)) and not self.bad
+
+
+class RecordedReplay(NamedTuple):
+    """A replay with its recorded operations."""
+
+    tape: Tape
+    ended: ReplayResult
+    results: list[TensorRead]  # the tensors that the function returned
+    gradients: dict[str, TensorRead]
 
 
 class Replay:
@@ -142,8 +142,7 @@ class Replay:
         self._stack.enter_context(gc_disabled())
         self._attributes.note([*self.subject.models, self.subject.function])
         self._stack.enter_context(self._attributes.with_optimizers())
-        gradients = [(each, each.grad) for each in self._parameters.values()]
-        self._stack.callback(_put_back, gradients)
+        self._stack.callback(_set_gradients, [(each, each.grad) for each in self._parameters.values()])
         self._stack.enter_context(run_eagerly())
         return self
 
@@ -155,46 +154,43 @@ class Replay:
     ) -> ReplayResult:
         """Run the step once, without recording."""
         mode = mode or UndoMode()
-        try:
+        with self._undone(mode):
             with self._applied(settings), change or nullcontext(), mode:
                 result = self.subject.run(settings)
-            return self._ended(result)
-        finally:
-            self._put_back(mode)
+            first = next(iter(tensors_of(result)), None)
+            values = None if first is None else readable_values(first)
+            loss = None if first is None else 0.0
+            if values is not None:
+                loss = float(values.abs().max() if values.numel() > 1 else values.reshape(()))
+            ranges = ValueRanges()
+            slots = {name: ranges.add(each.grad) for name, each in self._parameters.items() if each.grad is not None}
+            ranges.settle()
+            bad = tuple(name for name, slot in slots.items() if ranges.bad(slot))
+            return ReplayResult(loss, bad, len(slots))
 
     def taped(self, settings: ReplaySettings) -> RecordedReplay:
         """Run the step once, recording each operation."""
-        paths = ModulePaths(self.subject.models, self._attributes)
+        subject, paths = self.subject, ModulePaths(self.subject.models, self._attributes)
         recorder = OpRecorder(paths)
-        try:
+        with self._undone(recorder):
             with self._applied(settings), paths.watched(), recorder:
-                result = self.subject.run(settings)
+                result = subject.run(settings)
+            if not subject.models:  # take on the models that were discovered during the run
+                subject.models = tuple(paths.roots)
+                self._parameters = subject.parameters()
+                had = {id(leaf.tensor): leaf.gradient for leaf in recorder.leaves.values()}
+                gradients_before = [(each, had.get(id(each), each.grad)) for each in self._parameters.values()]
+                self._stack.callback(_set_gradients, gradients_before)
+            given_models = set(map(id, subject.models))
+            subject.others = [each for each in paths.roots if id(each) not in given_models]
+            subject.precision = subject.precision or paths.precision or "fp32"
             with torch.no_grad():
-                return self._taped(recorder, paths, result)
-        finally:
-            self._put_back(recorder)
+                return self._measured(recorder, paths, result)
 
-    def _adopt(self, models: Sequence[Module], leaves: Mapping[int, LeafGradient]) -> None:
-        """Take on models that were discovered during the run; the recorder has their original gradients."""
-        self.subject.models = models
-        self._parameters = self.subject.parameters()
-        had = {id(leaf.tensor): leaf.gradient for leaf in leaves.values()}
-        gradients = [(each, had.get(id(each), each.grad)) for each in self._parameters.values()]
-        self._stack.callback(_put_back, gradients)
-
-    def _put_back(self, mode: UndoMode) -> None:
-        mode.put_back()
-        self._attributes.put_back()
-        self._drop_gradients()
-
-    def _taped(self, recorder: OpRecorder, paths: ModulePaths, result: Any) -> RecordedReplay:
+    def _measured(self, recorder: OpRecorder, paths: ModulePaths, result: Any) -> RecordedReplay:
+        """Measure the results and gradients of a recorded run."""
         tape = recorder.tape
         tape.has_modules = paths.any_ran
-        if not self.subject.models:
-            self._adopt(paths.roots, recorder.leaves)
-        given = set(map(id, self.subject.models))
-        self.subject.others = [each for each in paths.roots if id(each) not in given]
-        self.subject.precision = self.subject.precision or paths.precision or "fp32"
         known = {id(each): name for name, each in self._parameters.items()}
         gradients = {}
         for number, (leaf, _) in enumerate(list(recorder.leaves.values())):
@@ -205,9 +201,19 @@ class Replay:
                 gradients[name] = recorder.given(each.grad)
         results = [recorder.given(tensor) for tensor in tensors_of(result)]
         tape.ranges.settle()
-        bad = tuple(name for name, given in gradients.items() if tape.ranges.is_bad(given.slot))
+        bad = tuple(name for name, given in gradients.items() if tape.ranges.bad(given.slot))
         loss = None if not results else tape.ranges[results[0].slot][0]
         return RecordedReplay(tape, ReplayResult(loss, bad, len(gradients)), results, gradients)
+
+    @contextmanager
+    def _undone(self, mode: UndoMode) -> Iterator[None]:
+        """Undo at the end of the context what a run under this mode has changed."""
+        try:
+            yield
+        finally:
+            mode.put_back()
+            self._attributes.put_back()
+            self._drop_gradients()
 
     @contextmanager
     def _applied(self, settings: ReplaySettings) -> Iterator[None]:
@@ -221,25 +227,12 @@ class Replay:
         self.subject.ran = True
 
     def _drop_gradients(self) -> None:
-        for each in self._parameters.values():
-            each.grad = None
-
-    def _ended(self, result: Any) -> ReplayResult:
-        found = next(iter(tensors_of(result)), None)
-        loss = None if found is None else _number(found)
-        ranges = ValueRanges()
-        slots = {name: ranges.add(each.grad) for name, each in self._parameters.items() if each.grad is not None}
-        ranges.settle()
-        return ReplayResult(loss, tuple(name for name, slot in slots.items() if ranges.is_bad(slot)), len(slots))
+        _set_gradients([(each, None) for each in self._parameters.values()])
 
 
-class RecordedReplay(NamedTuple):
-    """A replay with its recorded operations."""
-
-    tape: Tape
-    ended: ReplayResult
-    results: list[Any]  # the tensors that the function returned, as entries on the tape
-    gradients: dict[str, Any]
+def _set_gradients(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
 
 
 def tensors_of(result: Any) -> Iterator[Tensor]:
@@ -257,12 +250,6 @@ def tensors_of(result: Any) -> Iterator[Tensor]:
         yield result.loss
 
 
-def _number(tensor: Tensor) -> float:
-    """Return a scalar loss; for a larger tensor, the largest magnitude."""
-    values = readable_values(tensor)
-    return 0.0 if values is None else float(values.abs().max() if values.numel() > 1 else values.reshape(()))
-
-
 def is_finite(tensor: Tensor) -> bool:
     """Return whether this rank's shard is finite; True if its values cannot be read."""
     values = readable_values(local_shard(tensor))
@@ -274,11 +261,6 @@ def is_compiled(thing: Any) -> bool:
     if isinstance(thing, Module):
         return any("_orig_mod" in each._modules or each._compiled_call_impl is not None for each in thing.modules())
     return hasattr(thing, "_torchdynamo_orig_callable")
-
-
-def _put_back(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
 
 
 @contextmanager

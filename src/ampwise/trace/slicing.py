@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from math import isinf
 
 from ampwise.numbers.op_families import family_of, is_collective
-from ampwise.trace.tape import RecordedOp, Tape, TensorRead
+from ampwise.trace.recorder import RecordedOp, Tape, TensorRead
 
-__all__ = ["BackwardSlice", "first_bad_op", "is_literal_infinity", "producer_of", "slice_back"]
-
-NAN, INF = "nan", "inf"
+__all__ = ["BackwardSlice", "first_bad_op", "is_literal_infinity", "slice_back"]
 
 
 @dataclass(slots=True)
@@ -24,29 +22,35 @@ class BackwardSlice:
     # Bad inputs, with the operation that read them: bad before the step, or written by no recorded operation.
     sources: list[tuple[RecordedOp | None, TensorRead, str]] = field(default_factory=list)
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.computed or self.literal or self.from_infinities or self.sources)
-
 
 def slice_back(tape: Tape, targets: Iterable[TensorRead]) -> BackwardSlice:
     """Find the origins of everything bad in the targets."""
-    found, targets = BackwardSlice(), list(targets)
+    found, targets, bad = BackwardSlice(), list(targets), tape.ranges.bad
     seen: set[object] = set()
-    pending: list[tuple[RecordedOp | None, TensorRead, str]] = [(None, given, _kind(tape, given)) for given in targets]
+    pending: list[tuple[RecordedOp | None, TensorRead, str]] = []
+    pending += [(None, given, kind) for given in targets if (kind := bad(given.slot))]
     while pending:
         reader, given, kind = pending.pop()
-        if not kind:
-            continue
-        op = producer_of(tape, given, kind)
+        op = _producer_of(tape, given, kind)
         key = (id(given.storage), kind) if op is None else (op.index, kind)
         if key in seen:
             continue
         seen.add(key)
-        if op is not None:
-            pending += _followed(tape, op, kind, found)
-        else:
+        if op is None:
             found.sources.append((reader, given, kind))
+            continue
+        nans = [each for each in op.inputs if bad(each.slot) == "nan"]
+        infs = [each for each in op.inputs if bad(each.slot) == "inf"]
+        if infs and not (kind == "nan" and nans):
+            pending += [(op, each, "inf") for each in infs]
+            if kind == "nan":
+                found.from_infinities.append(op)
+        elif nans:
+            pending += [(op, each, "nan") for each in nans]
+        elif kind == "inf" and is_literal_infinity(op):
+            found.literal.append(op)
+        else:
+            found.computed.append(op)
     for ops in (found.computed, found.literal, found.from_infinities):
         ops.sort(key=lambda op: op.index)
     if found.sources:
@@ -54,6 +58,16 @@ def slice_back(tape: Tape, targets: Iterable[TensorRead]) -> BackwardSlice:
         found.sources = [(_first_reader(tape, needed, *source[:2]), *source[1:]) for source in found.sources]
     found.sources.sort(key=lambda source: -1 if source[0] is None else source[0].index)
     return found
+
+
+def _producer_of(tape: Tape, given: TensorRead, kind: str) -> RecordedOp | None:
+    """Return the last operation that wrote such a value; None if it was there before, or no operation was recorded."""
+    earlier = given.storage.writers[: given.writers][::-1]
+    exact = [each for each in earlier if tape.ranges.bad(each.slot) == kind]
+    any_bad = exact or [each for each in earlier if tape.ranges.bad(each.slot)]
+    # The result of a collective is not measured: when the call returns, the values have not arrived yet.
+    found = any_bad or [each for each in earlier if is_collective(tape.ops[each.op].name)]
+    return tape.ops[found[0].op] if found else None
 
 
 def _needed(tape: Tape, targets: Iterable[TensorRead]) -> set[int]:
@@ -74,50 +88,17 @@ def _needed(tape: Tape, targets: Iterable[TensorRead]) -> set[int]:
 def _first_reader(tape: Tape, needed: set[int], reader: RecordedOp | None, given: TensorRead) -> RecordedOp | None:
     """Return the first operation that read the bad input, returned something bad, and that the targets depend on."""
     for op in tape.ops[: 0 if reader is None else reader.index]:
-        takes = any(each.storage is given.storage and tape.ranges.is_bad(each.slot) for each in op.inputs)
+        takes = any(each.storage is given.storage and tape.ranges.bad(each.slot) for each in op.inputs)
         if takes and op.index in needed and tape.made(op):
             return op
     return reader
-
-
-def producer_of(tape: Tape, given: TensorRead, kind: str) -> RecordedOp | None:
-    """Return the last operation that wrote such a value; None if it was there before, or no operation was recorded."""
-    earlier = given.storage.writers[: given.writers][::-1]
-    exact = [each for each in earlier if _is(tape, each.slot, kind)]
-    any_bad = exact or [each for each in earlier if tape.ranges.is_bad(each.slot)]
-    # The result of a collective is not measured: when the call returns, the values have not arrived yet.
-    sent = [each for each in earlier if is_collective(tape.ops[each.op].name)]
-    found = any_bad or sent
-    return tape.ops[found[0].op] if found else None
-
-
-def _followed(
-    tape: Tape, op: RecordedOp, kind: str, found: BackwardSlice
-) -> list[tuple[RecordedOp | None, TensorRead, str]]:
-    """Return the inputs to follow further; an operation without bad inputs is recorded as an origin."""
-    nans = [given for given in op.inputs if tape.ranges.has_nan(given.slot)]
-    infs = [given for given in op.inputs if tape.ranges.has_inf(given.slot)]
-    if kind == NAN and nans:
-        return [(op, given, NAN) for given in nans]
-    if infs:
-        if kind == NAN:
-            found.from_infinities.append(op)
-        return [(op, given, INF) for given in infs]
-    if nans:
-        return [(op, given, NAN) for given in nans]
-    if kind == INF and is_literal_infinity(op):
-        found.literal.append(op)
-    else:
-        found.computed.append(op)
-    return []
 
 
 def first_bad_op(tape: Tape) -> RecordedOp | None:
     """Return the first operation on the tape that computed something bad from finite inputs."""
     for op in tape.ops:
         made = tape.made(op)
-        of_finite = made and not tape.was_given_bad(op)
-        if of_finite and not (made == INF and is_literal_infinity(op)):
+        if made and not tape.was_given_bad(op) and not (made == "inf" and is_literal_infinity(op)):
             return op
     return None
 
@@ -125,13 +106,3 @@ def first_bad_op(tape: Tape) -> RecordedOp | None:
 def is_literal_infinity(op: RecordedOp) -> bool:
     """Return whether the code passed an infinity on purpose: ``masked_fill(mask, -inf)``, ``full(..., inf)``."""
     return any(map(isinf, op.scalars)) and family_of(op.name) in ("filling", "")
-
-
-def _kind(tape: Tape, given: TensorRead) -> str:
-    if tape.ranges.has_nan(given.slot):
-        return NAN
-    return INF if tape.ranges.has_inf(given.slot) else ""
-
-
-def _is(tape: Tape, slot: int, kind: str) -> bool:
-    return tape.ranges.has_nan(slot) if kind == NAN else tape.ranges.has_inf(slot)

@@ -102,7 +102,16 @@ class _RefuseImports:
 
 def load_function(named: UserFunction) -> Callable[..., Any]:
     """Load the module and return the function."""
-    module = _loaded(named)
+    try:
+        module = _from_file(named) if named.place.endswith(".py") else importlib.import_module(named.place)
+    except (Exception, SystemExit) as error:
+        raise BadInput(f"{named.said}: {named.place} cannot be loaded: {describe_error(error)}.") from error
+    found = getattr(module, "__file__", None)
+    if named.file is not None and (found is None or Path(found).resolve() != named.file):
+        raise BadInput(
+            f"{named.said}: {named.place} is another module, not the file in the current folder, so it is not used. "
+            f"Give --build {named.file.name}:{named.function}."
+        )
     function = getattr(module, named.function, None)
     if not callable(function):
         raise BadInput(f"{named.said}: {named.place} has no function {named.function!r}.")
@@ -114,20 +123,20 @@ def call_user_function(said: str, function: Callable[..., Any], name: str, argum
     try:
         return function(**arguments)
     except (Exception, SystemExit) as error:
-        raise BadInput(f"{said}: {name}({_shown(arguments)}) failed: {describe_error(error)}.") from error
+        shown = printable(", ".join(f"{key}={value!r}" for key, value in arguments.items())[:100])
+        raise BadInput(f"{said}: {name}({shown}) failed: {describe_error(error)}.") from error
 
 
 def describe_error(error: BaseException) -> str:
     """Describe an error of the user's code in one line: what, and where."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_users(Path(frame.filename))]
-    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    where = ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if not (INSTALLED & set(file.parts) or file.is_relative_to(OURS) or frame.filename.startswith("<")):
+            where = f" ({file.name}:{frame.lineno})"
+            break
     text = printable(" ".join(str(error).split()))  # may quote data of an untrusted capsule
     return f"{type(error).__name__}{f': {text[:200]}' if text else ''}".rstrip(".") + where
-
-
-def _is_users(file: Path) -> bool:
-    return not INSTALLED & set(file.parts) and not file.is_relative_to(OURS) and not str(file).startswith("<")
 
 
 def describe_type(value: Any) -> str:
@@ -141,20 +150,6 @@ def describe_type(value: Any) -> str:
     name = type(value).__name__
     named = f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
     return f"{named} of {len(value)}" if isinstance(value, tuple | list) else named
-
-
-def _loaded(named: UserFunction) -> ModuleType:
-    try:
-        module = _from_file(named) if named.place.endswith(".py") else importlib.import_module(named.place)
-    except (Exception, SystemExit) as error:
-        raise BadInput(f"{named.said}: {named.place} cannot be loaded: {describe_error(error)}.") from error
-    found = getattr(module, "__file__", None)
-    if named.file is not None and (found is None or Path(found).resolve() != named.file):
-        raise BadInput(
-            f"{named.said}: {named.place} is another module, not the file in the current folder, so it is not used. "
-            f"Give --build {named.file.name}:{named.function}."
-        )
-    return module
 
 
 def _from_file(named: UserFunction) -> ModuleType:
@@ -171,7 +166,3 @@ def _from_file(named: UserFunction) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _shown(arguments: Mapping[str, Any]) -> str:
-    return printable(", ".join(f"{name}={value!r}" for name, value in arguments.items())[:100])

@@ -14,8 +14,6 @@ ALWAYS_FINITE = -1  # the slot of tensors that are always finite: integers, empt
 PLAIN = (Tensor, Parameter)
 BATCH_SIZE = 4096  # results to collect on a device before they are read
 
-Kind = tuple[torch.device, torch.dtype]
-
 
 class ValueRanges:
     """Smallest and largest values, in one slot per measured tensor. If the tensor has a NaN, both are NaN."""
@@ -39,7 +37,7 @@ class ValueRanges:
 
     def settle(self) -> None:
         """Read all pending results."""
-        kinds: dict[Kind, list[tuple[int, Tensor, Tensor]]] = {}
+        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Tensor]]] = {}
         for entry in self._pending:
             kinds.setdefault((entry[1].device, entry[1].dtype), []).append(entry)
         self._pending = []
@@ -52,15 +50,10 @@ class ValueRanges:
     def __getitem__(self, slot: int) -> tuple[float, float]:
         return (0.0, 0.0) if slot == ALWAYS_FINITE else self._read[slot]
 
-    def has_nan(self, slot: int) -> bool:
-        return slot != ALWAYS_FINITE and math.isnan(self._read[slot][0])
-
-    def has_inf(self, slot: int) -> bool:
-        """Return whether there are infinities and no NaN, which would hide them."""
-        return slot != ALWAYS_FINITE and any(map(math.isinf, self._read[slot]))
-
-    def is_bad(self, slot: int) -> bool:
-        return self.has_nan(slot) or self.has_inf(slot)
+    def bad(self, slot: int) -> str:
+        """Return what is bad in a tensor: "nan", "inf" (without NaN, which would hide infinities), or ""."""
+        low, high = self[slot]
+        return "nan" if math.isnan(low) else "inf" if math.isinf(low) or math.isinf(high) else ""
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -81,11 +74,6 @@ def has_storage(tensor: Tensor) -> bool:
     return tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > 0
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is of no subclass with its own __torch_dispatch__."""
-    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-
-
 def readable_values(tensor: Tensor) -> Tensor | None:
     """Return the values in a form that can be compared; None if they are always finite or cannot be read."""
     tensor = local_shard(tensor).detach()
@@ -95,7 +83,8 @@ def readable_values(tensor: Tensor) -> Tensor | None:
         tensor = tensor.values() if tensor.layout != torch.sparse_coo else tensor._values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta or not _is_plain(tensor):
+    has_own_dispatch = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta or has_own_dispatch:
         return None
     if not has_storage(tensor):
         return None

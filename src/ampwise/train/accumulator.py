@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ampwise.errors import BadInput
+from ampwise.train.scaler.gradients import to_device
+from ampwise.train.scaler.step_result import AsyncScalars
 
-__all__ = ["Accumulator", "Weight", "weighted_loss"]
+__all__ = ["Accumulator", "Weight", "device_scalar", "start_host_copy", "total_weight", "weighted_loss"]
 
+T = TypeVar("T")
 Weight = float | Tensor
 
 
@@ -33,6 +36,7 @@ class Accumulator:
 
     def reset(self) -> None:
         """Start a new window."""
+        self.has_gradients = False  # whether there are gradients of this window
         self.length = self.size  # expected number of micro-batches in this window
         self.divisor = self.size  # what losses are divided by: the length expected at the first micro-batch
         self.count = 0  # micro-batches that are complete
@@ -44,11 +48,6 @@ class Accumulator:
         self.agreed: Weight | None = None  # the correction by weights, averaged over all ranks
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether there are gradients of this window."""
-        return bool(self.count or self.passes)
-
-    @property
     def remaining(self) -> int:
         """How many micro-batches a full window still needs."""
         return self.size - self.count
@@ -57,10 +56,6 @@ class Accumulator:
     def is_last(self) -> bool:
         """Whether the current micro-batch, or its current piece, is the last of the window."""
         return self.count + 1 >= self.length and not self.pieces_left
-
-    @property
-    def complete(self) -> bool:
-        return self.count >= self.length
 
     def expect(self, more: int) -> None:
         """Set the number of micro-batches still to come."""
@@ -83,13 +78,10 @@ class Accumulator:
         factor = self.weight / (self.unit * self.divisor)
         return factor.float() if isinstance(factor, Tensor) else factor  # so that the loss does not become FP64
 
-    def share(self, loss: Tensor, factor: Weight | None) -> Tensor:
-        """Return what a micro-batch's loss contributes to the mean loss of the step."""
-        return weighted_loss(loss, factor, self.divisor)
-
     def add(self, share: Tensor) -> None:
         """Record a backward pass and add its loss."""
         self.passes += 1
+        self.has_gradients = True
         if share.dtype in (torch.float16, torch.bfloat16):  # sums of many terms would lose digits
             share = share.float()
         if self.weight is not None:  # a micro-batch of weight 0 has a NaN mean, which must not count
@@ -97,12 +89,13 @@ class Accumulator:
             share = share.masked_fill(nothing, 0.0)
         self.loss = share if self.loss is None else self.loss + share
 
-    def end_micro_batch(self) -> None:
-        """End the current micro-batch."""
+    def end_micro_batch(self) -> bool:
+        """End the current micro-batch; return whether it was the last of the window."""
         if self.weight is not None:
             self.total = self.weight if self.total is None else self.total + self.weight
         self.count, self.passes, self.weight = self.count + 1, 0, None
         self.seen += 1
+        return self.count >= self.length
 
     def correction(self) -> Weight | None:
         """Return what gradients and loss must be divided by to become means; None if they are means already."""
@@ -111,20 +104,21 @@ class Accumulator:
         assert self.unit is not None
         return self.total / (self.unit * self.divisor)
 
-    def update_typical_weight(self) -> None:
-        """Update the typical weight of a micro-batch from this window."""
-        if self.unit is None or self.agreed is None:
-            return
-        seen = self.unit * self.agreed * (self.divisor / self.count)
-        if isinstance(seen, Tensor):
-            makes_sense = (seen > 0) & seen.isfinite()
-            # Two cases, so that neither syncs with the device.
-            if isinstance(self.unit, Tensor):
-                self.unit = torch.where(makes_sense, seen, self.unit)
+    def close(self) -> None:
+        """End the window: learn from it what a micro-batch typically weighs, and start a new one."""
+        unit, agreed = self.unit, self.agreed
+        if unit is not None and agreed is not None:
+            seen = unit * agreed * (self.divisor / self.count)
+            if not isinstance(seen, Tensor):
+                self.unit = seen if 0 < seen < math.inf else unit
             else:
-                self.unit = seen.masked_fill(~makes_sense, self.unit)
-        elif 0 < seen < math.inf:
-            self.unit = seen
+                makes_sense = (seen > 0) & seen.isfinite()
+                # Two cases, so that neither syncs with the device.
+                if isinstance(unit, Tensor):
+                    self.unit = torch.where(makes_sense, seen, unit)
+                else:
+                    self.unit = seen.masked_fill(~makes_sense, unit)
+        self.reset()
 
 
 def weighted_loss(loss: Tensor, factor: Weight | None, divisor: int) -> Tensor:
@@ -144,3 +138,29 @@ def _checked(weight: Any) -> Weight:
     if not 0 <= number < math.inf:
         raise BadInput(f"weight={weight!r}: expected a finite number of 0 or more, such as the number of tokens.")
     return number
+
+
+def total_weight(weights: Iterable[Weight | None]) -> Weight | None:
+    """Return the total weight of a micro-batch's pieces; None without weights.
+
+    >>> total_weight([2.0, 3.0]), total_weight([None])
+    (5.0, None)
+    """
+    total: Weight | None = None
+    for weight in weights:
+        if weight is not None:
+            wide = weight.double() if isinstance(weight, Tensor) else weight  # the sum of a mask may be in uint8
+            total = wide if total is None else total + wide
+    return total
+
+
+def device_scalar(number: Weight, device: torch.device) -> Tensor:
+    """Return a number as an FP32 scalar on the device. ``torch.full``, as a copy from the host would sync."""
+    if isinstance(number, Tensor):
+        return to_device(number.float(), device)
+    return torch.full((), number, dtype=torch.float32, device=device)
+
+
+def start_host_copy(number: T | Tensor) -> T | AsyncScalars:
+    """Start copying a tensor's number to the host, as it may change before it is read; return other numbers as is."""
+    return AsyncScalars(number.detach().reshape(1)) if isinstance(number, Tensor) else number

@@ -13,8 +13,10 @@ from torch.optim import LBFGS, Optimizer
 
 from ampwise.errors import BadInput
 from ampwise.train.low_bit.optimizers import make_optimizer
+from ampwise.train.scaler.loss_scale import is_number
 
 __all__ = [
+    "checked_clipping",
     "checked_length",
     "checked_loss",
     "checked_models",
@@ -40,7 +42,12 @@ def checked_models(given: Any) -> list[Module]:
 def checked_optimizers(given: Any, models: Sequence[Module], options: Any = None) -> list[Optimizer]:
     """Return the optimizers, from one, several or a name; raise if they hold parameters of no model."""
     if isinstance(given, str):
-        given = _named(given, models, options)
+        if not isinstance(options, Mapping | None):
+            raise BadInput(
+                f'Engine(optimizer_options={options!r}): expected a dict of {given}\'s options: {{"lr": 3e-4}}.'
+            )
+        trained = [each for model in models for each in model.parameters() if each.requires_grad]
+        given = make_optimizer(given, dict.fromkeys(trained), **(options or {}))
     elif options is not None:
         raise BadInput("Engine(optimizer_options=...) needs an optimizer by name: Engine(model, 'adamw8bit', ...).")
     optimizers = list(given) if isinstance(given, Iterable) else [given]
@@ -54,18 +61,6 @@ def checked_optimizers(given: Any, models: Sequence[Module], options: Any = None
             )
         if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
             raise BadInput(f"Engine(optimizer=...): expected an optimizer, got {type(optimizer).__name__}.")
-    _refuse_strangers(optimizers, models)
-    return optimizers
-
-
-def _named(name: str, models: Sequence[Module], options: Any) -> Optimizer:
-    if not isinstance(options, Mapping | None):
-        raise BadInput(f'Engine(optimizer_options={options!r}): expected a dict of {name}\'s options: {{"lr": 3e-4}}.')
-    trained = [each for model in models for each in model.parameters() if each.requires_grad]
-    return make_optimizer(name, dict.fromkeys(trained), **(options or {}))
-
-
-def _refuse_strangers(optimizers: Sequence[Optimizer], models: Sequence[Module]) -> None:
     known = {id(parameter) for model in models for parameter in model.parameters()}
     held = [id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
     strangers = sum(each not in known for each in held)
@@ -81,6 +76,16 @@ def _refuse_strangers(optimizers: Sequence[Optimizer], models: Sequence[Module])
             f"Engine(optimizer=[...]): {twice} parameters are in two optimizers or groups, and would be updated twice "
             "per step."
         )
+    return optimizers
+
+
+def checked_clipping(norm: Any, value: Any) -> tuple[float | None, float | None]:
+    for name, limit in (("clip_norm", norm), ("clip_value", value)):
+        if limit is not None and (not is_number(limit) or not limit > 0):
+            raise BadInput(f"Engine({name}={limit!r}): expected a number above 0, or None for no clipping.")
+    if norm is not None and value is not None:
+        raise BadInput("Engine(clip_norm=..., clip_value=...): use one of them, not both.")
+    return norm, value
 
 
 def checked_size(accumulate: Any) -> int:
@@ -126,7 +131,14 @@ def checked_loss(loss: Any, got: str) -> Tensor:
     if loss is None:
         raise BadInput(f"{got} None. Is a `return loss` missing?")
     if not isinstance(loss, Tensor):
-        raise BadInput(f"{got} {type(loss).__name__}; expected the loss as a tensor.{_hint(loss)}")
+        hint = ""
+        if isinstance(loss, Mapping) and "loss" in loss:
+            hint = " Return its 'loss'."
+        elif isinstance(getattr(loss, "loss", None), Tensor):
+            hint = " Return its .loss."
+        elif isinstance(loss, int | float):
+            hint = " Remove .item() or float()."
+        raise BadInput(f"{got} {type(loss).__name__}; expected the loss as a tensor.{hint}")
     if loss.numel() != 1:
         raise BadInput(
             f"{got} a tensor of shape {tuple(loss.shape)}; expected the loss, a single number, as the first value. "
@@ -140,11 +152,3 @@ def checked_loss(loss: Any, got: str) -> Tensor:
             "converted by .item()?"
         )
     return loss
-
-
-def _hint(loss: Any) -> str:
-    if isinstance(loss, Mapping) and "loss" in loss:
-        return " Return its 'loss'."
-    if isinstance(getattr(loss, "loss", None), Tensor):
-        return " Return its .loss."
-    return " Remove .item() or float()." if isinstance(loss, int | float) else ""

@@ -8,7 +8,8 @@ and skips work as without graphs.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +19,28 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ampwise.errors import BadInput
-from ampwise.train.cuda_graph_capture import capture_graph
 
-__all__ = ["CudaGraphs"]
+__all__ = ["CudaGraphs", "capture_graph"]
 
 WARM_UP = 3  # eager passes before a capture, in which libraries choose algorithms and allocate workspaces
 MAX_GRAPHS = 8  # graphs at most: each holds the memory of a pass
 
 PassFunction = Callable[..., Any]
+
+
+@contextmanager
+def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """Capture the kernels launched within the context, on the current device; restore torch's state if that fails."""
+    before = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            yield
+    except BaseException:
+        torch.cuda.set_stream(before)  # torch may still be on the capture stream
+        # A failed capture leaves torch's generator in capture mode, until another one is completed.
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros((), device="cuda")
+        raise
 
 
 @dataclass(slots=True)
@@ -74,37 +89,29 @@ class CudaGraphs:
         """
         if graph_version != self._graph_version:
             self._graph_version = graph_version
-            self._forget()
+            self._seen.clear()
+            self._captured.clear()
+            self._functions.clear()
+            self._pool = torch.cuda.graph_pool_handle()
         leaves, shape = tree_flatten(args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._functions[id(function)] = function
         key = (id(function), fixed, str(shape), _kinds(leaves))
         captured = self._captured.get(key)
         if captured is None:
-            if self._is_new(key):
+            if key not in self._seen and len(self._seen) >= MAX_GRAPHS:
+                raise BadInput(
+                    f"Engine(graph=True): more than {MAX_GRAPHS} kinds of batches or loss functions. Define "
+                    "the loss function once, outside the loop, and use batches of the same shapes."
+                )
+            self._seen[key] = self._seen.get(key, 0) + 1
+            if self._seen[key] <= WARM_UP:
                 returned = one_pass(args)
                 self._reached.update(each for each in parameters if each.grad is not None)
                 return returned
             captured = self._captured[key] = self._capture(one_pass, leaves, shape)
         self._put_gradients_back()
         return captured.replay(tensors)
-
-    def _is_new(self, key: Hashable) -> bool:
-        """Return whether this kind of batch still needs eager warm-up passes."""
-        if key not in self._seen and len(self._seen) >= MAX_GRAPHS:
-            raise BadInput(
-                f"Engine(graph=True): more than {MAX_GRAPHS} kinds of batches or loss functions. Define "
-                "the loss function once, outside the loop, and use batches of the same shapes."
-            )
-        self._seen[key] = self._seen.get(key, 0) + 1
-        return self._seen[key] <= WARM_UP
-
-    def _forget(self) -> None:
-        """Drop all graphs and their memory pool."""
-        self._seen.clear()
-        self._captured.clear()
-        self._functions.clear()
-        self._pool = torch.cuda.graph_pool_handle()
 
     def clear_gradients(self, parameters: Sequence[Parameter]) -> None:
         """Set gradients that graphs accumulate into to zero, and all others to None."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from ampwise.errors import BadInput
@@ -19,8 +20,16 @@ from ampwise.finding import Finding
 from ampwise.finding.terminal import log_line
 from ampwise.numbers.census.device_census import DeviceCensus
 from ampwise.runs.sinks.metrics import MetricsRow
-from ampwise.train.accumulator import Accumulator, Weight, weighted_loss
+from ampwise.train.accumulator import (
+    Accumulator,
+    Weight,
+    device_scalar,
+    start_host_copy,
+    total_weight,
+    weighted_loss,
+)
 from ampwise.train.arguments import (
+    checked_clipping,
     checked_length,
     checked_loss,
     checked_models,
@@ -30,29 +39,30 @@ from ampwise.train.arguments import (
     loss_and_extra,
     model_device,
 )
-from ampwise.train.batch_pieces import BatchPiece, split_batch
-from ampwise.train.batches import WindowedBatches
+from ampwise.train.batches import WindowedBatches, split_batch
 from ampwise.train.buffer_snapshot import BufferSnapshot
 from ampwise.train.callback import Callback, Hooks, MicroBatch
-from ampwise.train.clipping import GradClipping
 from ampwise.train.cuda_graphs import CudaGraphs
-from ampwise.train.device_scalars import device_scalar, start_host_copy, total_weight
-from ampwise.train.engine_state import VERSION, accumulator_state, check_engine_state, load_accumulator_state
+from ampwise.train.engine_state import (
+    VERSION,
+    accumulator_state,
+    check_engine_state,
+    load_accumulator_state,
+    restore_rng,
+    rng_state,
+)
 from ampwise.train.float8.layer_stats import Float8LayerStats
 from ampwise.train.float8.recipe import Fp8, fp8_from
-from ampwise.train.plugin_factory import make_plugin
-from ampwise.train.precision.contexts import PrecisionContexts
+from ampwise.train.precision.contexts import NO_CONTEXT, PrecisionContexts
 from ampwise.train.precision.policy import Policy
 from ampwise.train.precision.precision import TrainPrecision, choose_precision
-from ampwise.train.precision_plugin import PrecisionPlugin
+from ampwise.train.precision_plugin import PrecisionPlugin, make_plugin
 from ampwise.train.ranks import Ranks, is_main_process
 from ampwise.train.reporter import make_reporter
-from ampwise.train.rng import restore_rng, rng_state
-from ampwise.train.scaler.async_scalars import AsyncScalars
 from ampwise.train.scaler.grad_scaler import GradScaler
-from ampwise.train.scaler.grad_stats import inverse_scale
-from ampwise.train.scaler.gradients import to_device
-from ampwise.train.scaler.step_result import StepCounts, StepResult
+from ampwise.train.scaler.grad_stats import NO_CLIPPING, inverse_scale
+from ampwise.train.scaler.gradients import clamp_, collect_gradients, to_device
+from ampwise.train.scaler.step_result import AsyncScalars, StepCounts, StepResult
 from ampwise.train.schedulers import SchedulerSet
 from ampwise.train.step import Step, StepHistory
 from ampwise.train.trained_parameters import TrainedParameters
@@ -127,7 +137,7 @@ class Engine:
         self._model = self._models[0] if len(self._models) == 1 else ModuleList(self._models)
         self._trained = TrainedParameters(checked_optimizers(optimizer, self._models, optimizer_options), self._models)
         self._schedules = SchedulerSet(scheduler, self._trained.optimizers)
-        self._clipping = GradClipping.checked(clip_norm, clip_value)
+        self._clip_norm, self._clip_value = checked_clipping(clip_norm, clip_value)
         self._accumulator = Accumulator(checked_size(accumulate))
         self._weigh = checked_weight(weight)
         self._set_to_none = set_to_none
@@ -138,15 +148,19 @@ class Engine:
         self.policy = precision if isinstance(precision, Policy) else Policy(precision)
         self._fp8 = fp8
         self._plugin = self._plugin_for(chosen, self.policy, fp8)
+        self._has_plugin = type(self._plugin) is not PrecisionPlugin
         self._contexts = self._contexts_of(chosen)
         self._ranks = Ranks(self._models, process_group)
         if graph and self._ranks.several:
             raise BadInput(
                 "Engine(graph=True) does not work with DDP or FSDP, which exchange gradients in the backward pass."
             )
-        self._announce()
+        if self.policy.base == "auto":
+            self._ranks.require_same_precision(self.precision)
+            if is_main_process():
+                log_line("ampwise: {}", self.why)
         self._ranks.warn_if_not_synced(self._trained.parameters)
-        self._sharded = process_group is not None  # a rank may hold no shard of a gradient, and still steps
+        self._process_group = process_group
         self._scaling = scaling
         self.scaler = _scaler(self.device, chosen.scaled, scaling, process_group)
         self._statistics = BufferSnapshot(self._models)
@@ -159,10 +173,11 @@ class Engine:
         self._window_open = False  # an accumulation window is open, and its buffers are backed up
         self._closed_steps = 0  # accumulation windows that are complete
         self._in_optimizer_step = False  # the engine itself is calling optimizer.step()
-        self._gradient_versions: Any = None  # gradient versions, while nobody else may change the gradients
         self._backoffs: list[StepResult] = []  # scale backoffs to undo at the end of the window
         self._hooks = Hooks()
-        self._explainer = _load_explainer(capsules) if trace else None  # before sinks are opened: it checks capsules
+        self._explainer: Any = None
+        if trace:  # by name, as its package builds on this one; before sinks are opened, as it checks capsules
+            self._explainer = importlib.import_module("ampwise.trace.bad_steps").BadStepExplainer(capsules)
         self._reporter = make_reporter(sinks)
         if self._reporter is not None:
             weakref.finalize(self, self._reporter.end).atexit = False  # it has an exit handler of its own
@@ -172,8 +187,23 @@ class Engine:
         # Last, so that a rejected argument leaves the model unchanged.
         self.policy.apply(self._model)
         self._plugin.install()
-        self._trained.before_saving(self._schedules.settle)
-        self._trained.before_stepping(self._refuse_others_step)
+        schedules, alive = weakref.ref(self._schedules), weakref.ref(self)  # the hooks must not keep the engine alive
+
+        def settle_schedules(*_: Any) -> None:
+            if (found := schedules()) is not None:
+                found.settle()
+
+        def refuse_others_step(*_: Any) -> None:
+            """Raise if the user steps an optimizer in an open window: its gradients are scaled or incomplete."""
+            engine = alive()
+            if engine is not None and engine._accumulator.has_gradients and not engine._in_optimizer_step:
+                raise BadInput(
+                    "optimizer.step() was called between the micro-batches of a step: the engine calls it. Use "
+                    "engine.apply() or engine.step()."
+                )
+
+        self._trained.hook("register_state_dict_pre_hook", settle_schedules)
+        self._trained.hook("register_step_pre_hook", refuse_others_step)
 
     def _plugin_for(self, chosen: TrainPrecision, policy: Policy, fp8: str | Fp8 | None) -> PrecisionPlugin:
         graphed = self._graphs is not None
@@ -183,13 +213,6 @@ class Engine:
         bare = type(self._plugin).pass_context is PrecisionPlugin.pass_context
         around = None if bare else self._plugin.pass_context
         return PrecisionContexts(chosen, self.device.type, cached=self._graphs is None, around=around)
-
-    def _announce(self) -> None:
-        """Print what "auto" chose, and why."""
-        if self.policy.base == "auto":
-            self._ranks.require_same_precision(self.precision)
-            if is_main_process():
-                log_line("ampwise: {}", self.why)
 
     @property
     def precision(self) -> str:
@@ -204,19 +227,17 @@ class Engine:
         It may return ``(loss, extra)``; ``extra`` is then in ``step.extra``. With ``accumulate``, the optimizer steps
         on the last micro-batch of the accumulation window: ``step.closed``.
         """
-        self._refuse_step(loss_fn, "step")
-        self._before_window()
+        self._begin_step(loss_fn, "step")
         self._inside = True
         try:
-            factor = self._accumulator.factor(self._weight_of(args, kwargs), self._mean_weight)
-            share, extra = self._pass(loss_fn, args, kwargs, factor)
+            weight = None if self._weigh is None else self._weigh(*args, **kwargs)
+            share, extra = self._pass(loss_fn, args, kwargs, self._accumulator.factor(weight, self._mean_weight))
             self._accumulator.add(share)
-            if not self._accumulator.is_last:
-                self._record_gradients()
-            step = self._end_micro_batch(extra)
+            is_last = self._accumulator.end_micro_batch()
+            step = self._take_step(extra) if is_last else self._open_step(extra)
         finally:
             self._inside = False
-        return self._after_step(step)
+        return self._after_step(step) if self._hooks.after_step else step
 
     def step_in_pieces(self, count: int, loss_fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
         """Run ``step`` on a batch split into ``count`` pieces, one after the other: for a batch too large for memory.
@@ -225,37 +246,32 @@ class Engine:
         is that of the whole batch if the loss is a mean over it; BatchNorm sees each piece separately. ``step.extra``
         is a list with one item per piece.
         """
-        self._refuse_step(loss_fn, "step_in_pieces")
-        self._before_window()
-        pieces = split_batch(count, args, kwargs)
+        self._begin_step(loss_fn, "step_in_pieces")
+        window, pieces = self._accumulator, split_batch(count, args, kwargs)
         self._inside = True
         try:
-            weights = [self._weight_of(piece.args, piece.kwargs) for piece in pieces]
+            weights = [None if self._weigh is None else self._weigh(*piece.args, **piece.kwargs) for piece in pieces]
             total = total_weight(weights)
-            factor = self._accumulator.factor(total, self._mean_weight)
-            extras = [
-                self._one_piece(loss_fn, piece.weighed(weight, total), factor, len(pieces) - place)
-                for place, (piece, weight) in enumerate(zip(pieces, weights, strict=True), start=1)
-            ]
-            if not self._accumulator.is_last:
-                self._record_gradients()
-            step = self._end_micro_batch(extras)
+            factor = window.factor(total, self._mean_weight)
+            extras = []
+            for place, (piece, weight) in enumerate(zip(pieces, weights, strict=True), start=1):
+                weighed = piece.weighed(weight, total)
+                window.pieces_left = len(pieces) - place
+                its_factor = weighed.share * (1 / window.divisor if factor is None else factor)
+                share, extra = self._pass(loss_fn, piece.args, piece.kwargs, its_factor)
+                window.add(weighed.counted(share))
+                self._trained.record_gradients()
+                extras.append(extra)
+            step = self._take_step(extras) if window.end_micro_batch() else self._open_step(extras)
         except BaseException:
             self._drop_window()  # it may hold gradients of some pieces
             raise
         finally:
             self._inside = False
-        return self._after_step(step)
+        return self._after_step(step) if self._hooks.after_step else step
 
-    def _one_piece(self, loss_fn: Callable[..., Any], piece: BatchPiece, factor: Weight | None, to_come: int) -> Any:
-        self._accumulator.pieces_left = to_come
-        its_factor = piece.share * (1 / self._accumulator.divisor if factor is None else factor)
-        share, extra = self._pass(loss_fn, piece.args, piece.kwargs, its_factor)
-        self._accumulator.add(piece.counted(share))
-        self._record_gradients()
-        return extra
-
-    def _refuse_step(self, loss_fn: Any, name: str) -> None:
+    def _begin_step(self, loss_fn: Any, name: str) -> None:
+        """Check that a step can begin here, and call the hooks if it opens an accumulation window."""
         self._refuse_inside(name)
         if not callable(loss_fn):
             first = "" if name == "step" else "the number of pieces, "
@@ -263,9 +279,7 @@ class Engine:
                 f"{name}() takes {first}the loss function and its arguments: engine.step(loss_fn, x, y). For a loss "
                 "that is already computed: engine.backward(loss), then engine.apply()."
             )
-
-    def _weight_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Weight | None:
-        return None if self._weigh is None else self._weigh(*args, **kwargs)
+        self._before_window()
 
     def _pass(
         self, loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Weight | None
@@ -280,20 +294,13 @@ class Engine:
         batch = MicroBatch(loss_fn, args, kwargs, factor, self._accumulator.divisor)
         for hook in self._hooks.on_pass_begin:
             hook(batch)
-
-        def one_pass(given: Any) -> tuple[Tensor, Any]:
-            args, kwargs, factor = given
-            with self._contexts.pass_context():
-                loss, extra = self._run(loss_fn, args, kwargs)
-                return self._backward(self._accumulator.share(loss, factor), {}), extra
-
         if self._graphs is None or self._plugin.bypass_graphs:
-            share, extra = one_pass((args, kwargs, factor))
+            share, extra = self._forward_and_backward(loss_fn, args, kwargs, factor)
         else:
             if factor is not None:  # a Python number would become a constant of the graph
                 factor = device_scalar(factor, self.device)
             share, extra = self._graphs.run(
-                one_pass,
+                lambda given: self._forward_and_backward(loss_fn, *given),
                 loss_fn,
                 graph_version=self._plugin.graph_version,
                 fixed=self._accumulator.divisor,
@@ -303,6 +310,30 @@ class Engine:
         for hook in self._hooks.on_pass_end:
             hook(batch, share)
         return share, extra
+
+    def _forward_and_backward(
+        self, loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Weight | None
+    ) -> tuple[Tensor, Any]:
+        window = self._accumulator
+        with self._contexts.pass_context():
+            try:
+                syncing = self._ranks.gradient_sync(window) if self._ranks.distributed else NO_CONTEXT
+                with syncing, self._contexts.forward():
+                    returned = loss_fn(*args, **kwargs)
+                several = self._ranks.distributed and self._ranks.several  # DDP may move gradients in a forward pass
+                if self._graphs is None and not several and self._trained.gradients_changed():
+                    self._drop_window()
+                    raise BadInput("the loss function must not call backward() itself; it must return the loss.")
+                loss, extra = loss_and_extra(returned)
+            except BaseException:
+                if window.has_gradients:
+                    self._statistics_within.restore()
+                else:
+                    self._drop_window()
+                raise
+            if factor is not None or window.divisor != 1:
+                loss = weighted_loss(loss, factor, window.divisor)
+            return self._backward(loss, {}), extra
 
     def rerun(self, batch: MicroBatch, *, scale: float, goes_back: Callable[[Tensor], bool]) -> Tensor:
         """Run a micro-batch of a past step again, for a callback; return its contribution to the step's loss.
@@ -318,44 +349,14 @@ class Engine:
                     (share * scale).backward()
         return share
 
-    def _run(self, loss_fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Tensor, Any]:
-        try:
-            with self._ranks.gradient_sync(self._accumulator.is_last), self._contexts.forward():
-                returned = loss_fn(*args, **kwargs)
-            self._refuse_gradients()
-            return loss_and_extra(returned)
-        except BaseException:
-            if self._accumulator.has_gradients:
-                self._statistics_within.restore()
-            else:
-                self._drop_window()
-            raise
-
-    def _refuse_gradients(self) -> None:
-        """Raise if the loss function called backward() itself: its gradients would count twice."""
-        if self._graphs is not None or self._ranks.several:  # DDP may move gradients to its buckets in a forward pass
-            return
-        if (
-            self._trained.has_gradients
-            if self._gradient_versions is None
-            else self._gradient_versions != self._trained.gradient_versions()
-        ):
-            self._drop_window()
-            raise BadInput("the loss function must not call backward() itself; it must return the loss.")
-
     def _refuse_changes(self) -> None:
         """Raise if someone else changed the gradients of an open accumulation window."""
-        if self._gradient_versions is not None and self._gradient_versions != self._trained.gradient_versions():
+        if self._graphs is None and self._trained.gradients_changed():
             self._drop_window()
             raise BadInput(
                 "gradients were changed between the micro-batches of a step: by zero_grad() or clipping, which the "
                 "engine does itself (clip_norm=...), or by another backward pass through these parameters."
             )
-
-    def _record_gradients(self) -> None:
-        """Record the gradients' versions, if there are gradients that nobody else may change."""
-        bare = self._graphs is not None or (self._set_to_none and not self._accumulator.has_gradients)
-        self._gradient_versions = None if bare else self._trained.gradient_versions()
 
     # A step in separate calls
 
@@ -376,7 +377,7 @@ class Engine:
             self._begin()  # not for an evaluation
         with (
             self._contexts.pass_context(),
-            self._ranks.gradient_sync(self._accumulator.is_last),
+            self._ranks.gradient_sync(self._accumulator),
             self._contexts.forward(),
         ):
             yield
@@ -397,10 +398,11 @@ class Engine:
         else:  # the forward pass ran without engine.autocast(), so no buffers are backed up
             self._before_window()
             self._begin(remember=False)
-        share = self._accumulator.share(loss, self._accumulator.factor(weight, self._mean_weight))
+        factor = self._accumulator.factor(weight, self._mean_weight)
+        share = weighted_loss(loss, factor, self._accumulator.divisor)
         with self._contexts.pass_context():
             self._accumulator.add(self._backward(share, kwargs))
-        self._record_gradients()
+        self._trained.record_gradients()
 
     def apply(self) -> Step:
         """End a micro-batch. If it is the last of the accumulation window, the optimizer steps."""
@@ -408,7 +410,7 @@ class Engine:
         if not self._accumulator.passes:
             raise BadInput("apply(): there are no gradients. Call engine.backward(loss) first, for each micro-batch.")
         self._refuse_changes()
-        return self._after_step(self._end_micro_batch(None))
+        return self._after_step(self._take_step(None) if self._accumulator.end_micro_batch() else self._open_step(None))
 
     def flush(self) -> Step | None:
         """Step the optimizer although the accumulation window is not complete, for instance at the end of the data.
@@ -416,12 +418,13 @@ class Engine:
         The mean is over the micro-batches seen so far. Returns None if there are none. ``batches`` calls this itself.
         """
         self._refuse_inside("flush")
-        if self._accumulator.passes:
-            self._accumulator.end_micro_batch()
-        if not self._accumulator.count:
+        window = self._accumulator
+        if window.passes:
+            window.end_micro_batch()
+        if not window.count:
             return None
         self._refuse_changes()
-        if not self._accumulator.complete:
+        if window.count < window.length:
             self._ranks.sync_now()
         return self._after_step(self._take_step(None))
 
@@ -442,10 +445,10 @@ class Engine:
         with self._contexts.pass_context(), self._contexts.backward():
             scaled = self.scaler.scale(outputs)
             gradients: tuple[Any, ...] = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **kwargs)
-            if not self.scaler.is_enabled():
+            scale = self.scaler.scale_tensor
+            if scale is None:
                 return gradients
-            assert self.scaler._scale is not None
-            inverse = inverse_scale(self.scaler._scale)
+            inverse = inverse_scale(scale)
             return tuple(None if each is None else each * to_device(inverse, each.device) for each in gradients)
 
     def close(self) -> None:
@@ -487,12 +490,13 @@ class Engine:
         policy.apply(self._model)
         plugin.install()
         self.policy, self.why, self._plugin = policy, why, plugin
+        self._has_plugin = type(plugin) is not PrecisionPlugin
         self._contexts = self._contexts_of(chosen)
         if chosen.scaled != self.scaler.is_enabled():
             self._schedules.settle()
             self._counts.settle()
             collapses = self.scaler.collapses
-            self.scaler = _scaler(self.device, chosen.scaled, self._scaling, self.scaler._process_group)
+            self.scaler = _scaler(self.device, chosen.scaled, self._scaling, self._process_group)
             self.scaler.collapses = collapses
         for hook in self._hooks.on_reset:
             hook()
@@ -540,7 +544,8 @@ class Engine:
     def lr(self) -> float:
         """Learning rate of the next step. Syncs with the last step, which holds the scheduler if it was skipped."""
         self._schedules.settle()
-        return next((float(lr) for lr in self._trained.lrs), math.nan)
+        lrs = (group["lr"] for each in self._trained.optimizers for group in each.param_groups if "lr" in group)
+        return next((float(lr) for lr in lrs), math.nan)
 
     @property
     def applied_steps(self) -> int:
@@ -623,7 +628,9 @@ class Engine:
         window = "" if self._accumulator.size == 1 else f", accumulate {self._accumulator.size}"
         names = ", ".join(type(each).__name__ for each in self._trained.optimizers)
         kept = f", {len(self.policy.rules)} exceptions" if self.policy.rules else ""
-        return f"<Engine in {self.precision}{kept} on {self.device}, {names}{window}{self._clipping}>"
+        clips = "" if self._clip_norm is None else f", clip_norm {self._clip_norm:g}"
+        clips += "" if self._clip_value is None else f", clip_value {self._clip_value:g}"
+        return f"<Engine in {self.precision}{kept} on {self.device}, {names}{window}{clips}>"
 
     # State
 
@@ -691,7 +698,7 @@ class Engine:
         self._ranks.drop_unsynced()
         load_accumulator_state(self._accumulator, state["window"], self._trained.parameters)
         self._window_open = self._accumulator.has_gradients
-        self._record_gradients()
+        self._trained.record_gradients()
         if self._window_open:
             self._statistics.load(state["window"]["statistics"])
         self._schedules.load(state["schedulers"])
@@ -713,11 +720,11 @@ class Engine:
         else:
             self._statistics.forget()
         self._window_open = True
-        self._record_gradients()
 
     def _backward(self, share: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        syncing = self._ranks.gradient_sync(self._accumulator) if self._ranks.distributed else NO_CONTEXT
         try:
-            with self._ranks.gradient_sync(self._accumulator.is_last), self._contexts.backward():
+            with syncing, self._contexts.backward():
                 self.scaler.scale(share).backward(**kwargs)
         except BaseException as error:
             self._drop_window()
@@ -728,7 +735,7 @@ class Engine:
         return (loss.full_tensor() if hasattr(loss, "full_tensor") else loss).reshape(())  # type: ignore[no-any-return]
 
     def _before_window(self) -> None:
-        if not (self._window_open or self._accumulator.has_gradients):
+        if not self._window_open:
             for hook in self._hooks.on_step_begin:
                 hook()
 
@@ -744,116 +751,132 @@ class Engine:
         mean = float(self._ranks.mean(weight, self.device))
         return mean if 0 < mean < math.inf else 1.0
 
-    def _end_micro_batch(self, extra: Any) -> Step:
+    def _open_step(self, extra: Any) -> Step:
+        """Return what is known of a step before its last micro-batch."""
         window = self._accumulator
-        window.end_micro_batch()
-        if window.complete:
-            return self._take_step(extra)
+        self._trained.record_gradients()
         assert window.loss is not None
         return Step(self._closed_steps + 1, self.precision, window.loss, loss_divisor=window.correction(), extra=extra)
 
     def _take_step(self, extra: Any) -> Step:
         """Step the optimizers and close the accumulation window."""
-        stepping = self._trained.optimizers if self._sharded else self._trained.optimizers_with_gradients
+        # With a process group a rank may hold no shard of a gradient, and still steps.
+        sharded = self._process_group is not None
+        stepping = self._trained.optimizers if sharded else self._trained.optimizers_with_gradients
         if not stepping:
             self._drop_window()
             raise BadInput(
                 "the backward pass reached none of the optimizer's parameters. Does the loss depend on the model, and "
                 "do its parameters require gradients?"
             )
-        outcome, lrs = None, []
+        result, lrs, divisor = None, [], None
         try:
-            self._schedules.settle()  # sets the learning rate of this step
-            lrs = [start_host_copy(lr) for lr in self._trained.lrs]
+            if self._schedules.schedulers:
+                self._schedules.settle()  # sets the learning rate of this step
+            lrs = self._trained.lrs()
             for hook in self._hooks.before_update:
                 hook(self._closed_steps + 1, self._accumulator.loss)
-            self._check_and_clip(stepping)
+            divisor = self._accumulator.correction()
+            self._check_and_clip(stepping, divisor)
             self._in_optimizer_step = True
             for optimizer in stepping:
-                with self._plugin.step_context(optimizer):
+                with self._plugin.step_context(optimizer) if self._has_plugin else NO_CONTEXT:
                     self.scaler.step(optimizer)  # noqa: AMP110 (each optimizer once)
-                outcome = outcome or self.scaler._outcome_of(optimizer)  # either all skip or none
+                result = result or self.scaler.result_of(optimizer)  # either all skip or none
             # On several ranks the losses differ, and so would the scales; there the explainer undoes the backoff later.
-            self.scaler.update(loss=self._accumulator.loss if self._ranks.alone else None)
-            self._undo_backoffs()
+            alone = not self._ranks.distributed or self._ranks.alone
+            self.scaler.update(loss=self._accumulator.loss if alone else None)
+            if self._backoffs:
+                self._undo_backoffs()
         except BaseException:
-            self.scaler._abandon()
-            if outcome is None:
+            self.scaler.abandon()
+            if result is None:
                 self._drop_window()
             else:  # the error came after the step was taken
-                self._finish(outcome, stepping, lrs, extra)
+                self._finish(result, stepping, lrs, divisor, extra)
             raise
         finally:
             self._in_optimizer_step = False
-        assert outcome is not None
-        return self._finish(outcome, stepping, lrs, extra)
+        assert result is not None
+        return self._finish(result, stepping, lrs, divisor, extra)
 
-    def undo_backoff(self, outcome: StepResult) -> None:
+    def _check_and_clip(self, stepping: Sequence[Optimizer], divisor: Weight | None) -> None:
+        """Check all gradients together, as they are applied together or not at all; then clip them.
+
+        On a CPU this calls ``clip_grad_norm_``, so that a plain PyTorch loop gives bit-identical weights. On other
+        devices the optimizer's kernel clips, which saves two passes over the gradients.
+        """
+        on_device = None
+        if divisor is not None:
+            if self._accumulator.total is not None:
+                self._accumulator.agreed = divisor = self._ranks.mean(divisor, self.device)
+            on_device = device_scalar(divisor, self.device)
+        loss = self._accumulator.loss
+        by_torch = self._clip_norm is not None and self._trained.on_cpu()
+        if self._clip_value is None and not by_torch:
+            limit = NO_CLIPPING if self._clip_norm is None else self._clip_norm
+            self.scaler.check(stepping, limit, divisor=on_device, loss=loss)
+            return
+        self.scaler.check(stepping, divisor=on_device, loss=loss, unscale=True)
+        if self._clip_norm is not None:
+            parameters = self._trained.in_model_order()  # the order affects the last bit
+            clip_grad_norm_(parameters, self._clip_norm)  # noqa: AMP101 (check() has unscaled the gradients)
+        else:
+            assert self._clip_value is not None
+            for optimizer in stepping:
+                clamp_(collect_gradients(optimizer).values, self._clip_value)
+
+    def undo_backoff(self, result: StepResult) -> None:
         """Undo the scale backoff of a step that no loss scale would have fixed; in an open window, at its end."""
-        self._backoffs.append(outcome)
-        if not (self._window_open or self._accumulator.has_gradients):
+        self._backoffs.append(result)
+        if not self._window_open:
             self._undo_backoffs()
 
     def _undo_backoffs(self) -> None:
         while self._backoffs:
-            self.scaler._undo_backoff(self._backoffs.pop())
-
-    def _refuse_others_step(self) -> None:
-        """Raise if the user steps an optimizer in an open window: its gradients are scaled or incomplete."""
-        if self._accumulator.has_gradients and not self._in_optimizer_step:
-            raise BadInput(
-                "optimizer.step() was called between the micro-batches of a step: the engine calls it. Use "
-                "engine.apply() or engine.step()."
-            )
-
-    def _check_and_clip(self, stepping: Sequence[Optimizer]) -> None:
-        """Decide whether to take the step, and by how much to divide gradients."""
-        divisor = self._accumulator.correction()
-        if divisor is not None:
-            if self._accumulator.total is not None:
-                self._accumulator.agreed = divisor = self._ranks.mean(divisor, self.device)
-            self.scaler._extra_factor = device_scalar(divisor, self.device)
-        self.scaler._extra_scalar = self._accumulator.loss
-        self._clipping.clip_(self.scaler, stepping, self._trained.in_model_order)
+            self.scaler.undo_backoff(self._backoffs.pop())
 
     def _finish(
-        self, outcome: StepResult, stepping: Sequence[Optimizer], lrs: Sequence[float | AsyncScalars], extra: Any
+        self,
+        result: StepResult,
+        stepping: Sequence[Optimizer],
+        lrs: Sequence[float | AsyncScalars],
+        divisor: Weight | None,
+        extra: Any,
     ) -> Step:
         """Undo what a skipped step changed, record the step, and reset for the next window."""
-        self._statistics.learn()
-        if outcome.skipped_on_host is None and outcome.numbers is not None:
-            self._statistics.restore_if(outcome.numbers[1])
-        elif outcome.skipped:
-            self._statistics.restore()
-        outcome.release()
+        if result.skipped_on_host is None and result.numbers is not None:
+            self._statistics.end_window(result.numbers[1])
+        else:
+            self._statistics.end_window(result.skipped)
+        result.release()
+        self._counts.add(result)
         self._closed_steps += 1
-        self._ranks.step_closed()
-        step = self._step_of(outcome, lrs, extra)
+        if self._ranks.distributed:
+            self._ranks.step_closed()
+        step = Step(
+            self._closed_steps,
+            self._contexts.precision.name,
+            self._accumulator.loss if result.posted is None else None,
+            loss_divisor=None if divisor is None else start_host_copy(divisor),
+            result=result,
+            lrs=lrs,
+            extra=extra,
+        )
         self.history.append(step)
-        self._counts.add(outcome)
-        self._accumulator.update_typical_weight()
-        self._accumulator.reset()
+        self._accumulator.close()
         self._window_open = False
         if self._set_to_none and self._graphs is None:
             self._trained.drop_gradients()  # the next forward pass can use their memory
         try:  # the window is closed even if one of these raises
-            self._plugin.step_ended()
+            if self._has_plugin:
+                self._plugin.step_ended()
         finally:
             for hook in self._hooks.on_step_end:
-                hook(step, outcome)
-            self._schedules.after(outcome, stepping)
+                hook(step, result)
+            if self._schedules.schedulers:
+                self._schedules.after(result, stepping)
         return step
-
-    def _step_of(self, outcome: StepResult, lrs: Sequence[float | AsyncScalars], extra: Any) -> Step:
-        return Step(
-            self._closed_steps,
-            self.precision,
-            self._accumulator.loss if outcome.posted is None else None,
-            loss_divisor=start_host_copy(self._accumulator.correction()),
-            outcome=outcome,
-            lrs=lrs,
-            extra=extra,
-        )
 
     def _drop_window(self) -> None:
         """Discard the window's gradients, and restore the buffers its forward passes changed."""
@@ -884,8 +907,3 @@ def _scaler(device: torch.device, scaled: bool, options: Mapping[str, Any] | Non
         return GradScaler(device, enabled=scaled, process_group=process_group, **(options or {}))
     except TypeError as error:
         raise BadInput(f"Engine(scaling=...): {error}. The options are those of ampwise.GradScaler.") from None
-
-
-def _load_explainer(capsules: Any) -> Any:
-    """Load the callback that explains bad steps, by name: its package builds on this one."""
-    return importlib.import_module("ampwise.trace.bad_steps").BadStepExplainer(capsules)

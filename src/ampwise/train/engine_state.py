@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ampwise.errors import BadInput
+from ampwise.finding.terminal import printable
 from ampwise.train.accumulator import Accumulator
+from ampwise.train.random_state import plain_random_state, restore_random
+from ampwise.train.ranks import rank
 
-__all__ = ["VERSION", "accumulator_state", "check_engine_state", "load_accumulator_state"]
+__all__ = [
+    "VERSION",
+    "accumulator_state",
+    "check_engine_state",
+    "has_compatible_type",
+    "is_plain_number",
+    "load_accumulator_state",
+    "restore_rng",
+    "rng_state",
+]
 
 VERSION = 2
 KEYS = ("precision", "policy", "scaler", "schedulers", "applied_steps", "skipped_steps", "window", "rng")
+LARGEST = 2**63  # larger integers overflow as floats
 
 
 def check_engine_state(state: Any, *, precision: str, policy: Mapping[str, Any], schedulers: int, other: bool) -> None:
@@ -87,16 +102,66 @@ def load_accumulator_state(window: Accumulator, saved: Mapping[str, Any], parame
     window.reset()
     window.unit = saved["unit"]
     if saved["gradients"] is not None:
-        _load_gradients(parameters, saved["gradients"])
+        gradients = saved["gradients"]
+        if len(gradients) != len(parameters) or any(
+            gradient is not None and gradient.shape != parameter.shape
+            for gradient, parameter in zip(gradients, parameters, strict=False)
+        ):
+            raise BadInput("load_state_dict(): the saved gradients belong to a different set of parameters.")
+        for gradient, parameter in zip(gradients, parameters, strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
         window.length, window.divisor, window.count = saved["length"], saved["divisor"], saved["count"]
         window.loss, window.total = saved["loss"], saved["total"]
+        window.has_gradients = window.count > 0
 
 
-def _load_gradients(parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> None:
-    if len(gradients) != len(parameters) or any(
-        gradient is not None and gradient.shape != parameter.shape
-        for gradient, parameter in zip(gradients, parameters, strict=False)
-    ):
-        raise BadInput("load_state_dict(): the saved gradients belong to a different set of parameters.")
-    for gradient, parameter in zip(gradients, parameters, strict=True):
-        parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of every random source in use, with this process's rank."""
+    return {"rank": rank(), **plain_random_state(device)}
+
+
+def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
+    """Restore random-number state on the rank where it was saved; warn and do nothing on another.
+
+    Restored on all ranks, it would give them the same random numbers: the same dropout everywhere.
+    """
+    if isinstance(state, Mapping) and state.get("rank", 0) != rank():
+        warnings.warn(
+            printable(
+                f"load_state_dict(): the random state was saved on rank {state.get('rank', 0)} and is not loaded on "
+                f"rank {rank()}. To resume bit for bit, save the engine's state on every rank."
+            ),
+            UserWarning,
+            stacklevel=4,
+        )
+        return
+    try:
+        restore_random(state, device)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise BadInput(f"load_state_dict(): the saved random state is damaged ({error}).") from error
+
+
+def has_compatible_type(saved: Any, present: Any) -> bool:
+    """Return whether the saved value has a type that fits the present one. For a present None, any plain type fits.
+
+    For values of a loaded state, which may come from an untrusted file.
+
+    >>> has_compatible_type(0.1, 3), has_compatible_type((0.9, 1), (0.8, 0.9))
+    (True, True)
+    >>> has_compatible_type("0.1", 3), has_compatible_type([0.1, None], [0.2])
+    (False, False)
+    """
+    if present is None:
+        return saved is None or isinstance(saved, bool | str | list | tuple | dict) or is_plain_number(saved)
+    if isinstance(present, bool):
+        return saved is None or isinstance(saved, bool)  # None: torch chooses
+    if isinstance(present, int | float | Tensor):
+        return is_plain_number(saved) or (isinstance(saved, Tensor) and isinstance(present, Tensor))
+    if isinstance(present, tuple | list) and type(saved) is type(present):
+        models = present if len(saved) == len(present) else present[:1] * len(saved)
+        return all(map(has_compatible_type, saved, models))
+    return isinstance(saved, type(present))
+
+
+def is_plain_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < LARGEST)

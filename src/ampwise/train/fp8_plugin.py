@@ -8,27 +8,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Linear, Module, ModuleList
 
 from ampwise.errors import BadInput, MissingDependency, PrecisionUnavailable
 from ampwise.finding import Finding
+from ampwise.finding.registry import run_checks
 from ampwise.numbers.emulation.eager_mode import run_eagerly
-from ampwise.train.float8.backends import is_delayed, make_forward
-from ampwise.train.float8.chosen_layers import forget_choices, remember_choices
+from ampwise.train.float8.backends import is_delayed, make_forward, refuse_wrong_kernels
 from ampwise.train.float8.delayed_scaling import DelayedScales
-from ampwise.train.float8.kernel_check import refuse_wrong_kernels
-from ampwise.train.float8.layer_choice import LayerChoice, choose_layers
-from ampwise.train.float8.layer_forward import ShapeRecorder, install_forward, remove_forward
-from ampwise.train.float8.layer_stats import Float8LayerStats
-from ampwise.train.float8.operand_census import CountingForward, OperandCensuses, fp8_findings, report_layers
-from ampwise.train.float8.prepared_layers import (
+from ampwise.train.float8.layer_choice import (
+    CHOICES_IN_USE,
     GATHERED_IN_FP8,
+    LayerChoice,
+    choose_layers,
     gathers_in_fp8,
     is_prepared,
     use_fp8_forward,
     use_linear_forward,
 )
+from ampwise.train.float8.layer_forward import ShapeRecorder, install_forward, remove_forward
+from ampwise.train.float8.layer_stats import Float8LayerStats
+from ampwise.train.float8.operand_census import CountingForward, OperandCensuses, report_layers
 from ampwise.train.float8.recipe import MEASURED, OURS, Fp8, fp8_from
 from ampwise.train.float8.recipe_timing import LayerShapes, TimedRecipe, candidate_recipes, time_recipes
 from ampwise.train.precision.contexts import NO_CONTEXT
@@ -61,7 +61,10 @@ class Fp8Plugin(PrecisionPlugin):
         self._choices = choose_layers(whole, policy.patterns(whole), self._fp8)
         _refuse_none(self._choices, self._fp8)
         self._prepared = [module for module in self._choices if is_prepared(module)]
-        self._refuse_gathered()
+        for module in self._prepared:
+            choice = self._choices[module]
+            if not choice.fp8 and gathers_in_fp8(module):
+                raise BadInput(f"Engine(precision='fp8'): {choice.name} is {choice.why}, but {GATHERED_IN_FP8}")
         self._open = [module for module, choice in self._choices.items() if choice.recipe == MEASURED]
         self._noting: dict[Linear, ShapeRecorder] = {}  # while input shapes are being recorded
         self._times: dict[Linear, TimedRecipe] = {}
@@ -71,7 +74,10 @@ class Fp8Plugin(PrecisionPlugin):
         self.bypass_graphs = False
         # Now, so that a missing dependency is reported before anything has changed.
         if self._open:
-            _refuse_missing(self._fp8, device)
+            try:
+                candidate_recipes(self._fp8, device)
+            except (MissingDependency, PrecisionUnavailable) as error:
+                raise type(error)(f"Fp8({MEASURED!r}, backend={self._fp8.backend!r}) takes {error}") from error
         self._make({each: self._fp8 for each, choice in self._choices.items() if choice.recipe == self._fp8.recipe})
 
     def _make(self, recipes: Mapping[Linear, Fp8]) -> None:
@@ -91,7 +97,7 @@ class Fp8Plugin(PrecisionPlugin):
     # Install and uninstall
 
     def install(self) -> None:
-        remember_choices(self._choices)
+        CHOICES_IN_USE.update(self._choices)
         if self._open and not self._times:
             self._noting = {module: ShapeRecorder() for module in self._open}
             for module, noting in self._noting.items():
@@ -102,12 +108,14 @@ class Fp8Plugin(PrecisionPlugin):
 
     def _fit_layers(self) -> None:
         for module, how in self._layers.items():
-            sampled = (
-                CountingForward(how, self._recipes[module], self._samples.setdefault(self._name(module), {}))
-                if self.bypass_graphs
-                else how
-            )
-            install_forward(module, sampled, *self._delayed_of(module))
+            if self.bypass_graphs:
+                how = CountingForward(how, self._recipes[module], self._samples.setdefault(self._name(module), {}))
+            slot = scales = None
+            if self._scales is not None and module in self._delayed:
+                place = self._delayed.index(module)
+                slot = self._scales.slots[place]
+                scales = self._scales.values[place] if self._known[place] else None
+            install_forward(module, how, slot, scales)
 
     def uninstall(self) -> None:
         self._unfit_layers()
@@ -119,24 +127,11 @@ class Fp8Plugin(PrecisionPlugin):
         names = [self._name(module) for module in self._prepared if gathers_in_fp8(module)]
         return f"not with {names[0]}: {GATHERED_IN_FP8}" if names else ""
 
-    def _refuse_gathered(self) -> None:
-        for module in self._prepared:
-            choice = self._choices[module]
-            if not choice.fp8 and gathers_in_fp8(module):
-                raise BadInput(f"Engine(precision='fp8'): {choice.name} is {choice.why}, but {GATHERED_IN_FP8}")
-
     def _unfit_layers(self) -> None:
-        forget_choices(self._choices)
         self._noting = {}
         for module in self._choices:
+            CHOICES_IN_USE.pop(module, None)
             remove_forward(module)
-
-    def _delayed_of(self, module: Linear) -> tuple[Tensor, Tensor | None] | tuple[()]:
-        """Return a layer's slot, and its scales once they are known."""
-        if self._scales is None or module not in self._delayed:
-            return ()
-        place = self._delayed.index(module)
-        return self._scales.slots[place], self._scales.values[place] if self._known[place] else None
 
     # During training
 
@@ -153,8 +148,15 @@ class Fp8Plugin(PrecisionPlugin):
             # After 1, 2, 4, 8 … steps: a layer may be used late, or never.
             if not all(self._known) and self._followed & (self._followed - 1) == 0:
                 self._go_by(self._scales)
-        if self._noting and self._have_seen_enough():
-            self._measure()
+        if self._noting:
+            # Time them once some layer was used on some rank, or the wait for one is over.
+            seen = self._steps >= PATIENCE or any(noting.shapes for noting in self._noting.values())
+            if self._ranks.several:
+                on_any = torch.tensor(float(seen), device=self._device)
+                dist.all_reduce(on_any, dist.ReduceOp.MAX, self._ranks.process_group)
+                seen = bool(on_any)
+            if seen:
+                self._measure()
         if self.bypass_graphs:
             self.bypass_graphs = False
             self._fit_layers()  # the same forwards as before, so that captured graphs stay valid
@@ -184,26 +186,13 @@ class Fp8Plugin(PrecisionPlugin):
             self.install()  # time them after the next step instead
             raise
         times = [found.get(module, UNUSED) for module in self._open]
-        self._decide(dict(zip(self._open, self._told_by_the_first(times), strict=True)))
-
-    def _have_seen_enough(self) -> bool:
-        """Return whether some layer was used on some rank, or the wait for one is over."""
-        seen = self._steps >= PATIENCE or any(noting.shapes for noting in self._noting.values())
-        if not self._ranks.several:
-            return seen
-        on_any = torch.tensor(float(seen), device=self._device)
-        dist.all_reduce(on_any, dist.ReduceOp.MAX, self._ranks.process_group)
-        return bool(on_any)
-
-    def _told_by_the_first(self, times: list[TimedRecipe]) -> list[TimedRecipe]:
-        """Return the first rank's timings: all ranks must choose the same recipes."""
-        if not self._ranks.several:
-            return times
-        told: list[Any] = [times]
-        group = self._ranks.process_group
-        first = 0 if group is None else dist.get_global_rank(group, 0)
-        dist.broadcast_object_list(told, src=first, group=group)
-        return list(told[0])
+        if self._ranks.several:  # all ranks must choose the same recipes: those of the first
+            told: list[Any] = [times]
+            group = self._ranks.process_group
+            first = 0 if group is None else dist.get_global_rank(group, 0)
+            dist.broadcast_object_list(told, src=first, group=group)
+            times = list(told[0])
+        self._decide(dict(zip(self._open, times, strict=True)))
 
     def _decide(self, times: dict[Linear, TimedRecipe]) -> None:
         self._unfit_layers()
@@ -232,7 +221,7 @@ class Fp8Plugin(PrecisionPlugin):
         return report_layers(layers, self._samples, self._scales, self._steps)
 
     def findings(self) -> list[Finding]:
-        return fp8_findings(self.report())
+        return run_checks(self.report())
 
     # State
 
@@ -245,26 +234,20 @@ class Fp8Plugin(PrecisionPlugin):
         return found
 
     def load(self, state: Mapping[str, Any]) -> None:
-        if self._open and state.get("measured"):
-            self._load_measured(state["measured"])
+        """Load saved choices and scales. If a layer is new, all are timed again; a state without scales resets them."""
+        decided = state.get("measured")
+        if self._open and decided:
+            found = {module: decided.get(self._name(module)) for module in self._open}
+            times = {module: TimedRecipe(recipe=told[0], why=told[1]) for module, told in found.items() if told}
+            if len(times) == len(found) and times != self._times:
+                self._decide(times)
         if self._scales is not None:
-            self._load_delayed(self._scales, state.get("delayed"))
-
-    def _load_measured(self, decided: Mapping[str, Sequence[Any]]) -> None:
-        """Load the saved choices, unless a layer is new: then all are timed again in the next step."""
-        found = {module: decided.get(self._name(module)) for module in self._open}
-        times = {module: TimedRecipe(recipe=told[0], why=told[1]) for module, told in found.items() if told}
-        if len(times) == len(found) and times != self._times:
-            self._decide(times)
-
-    def _load_delayed(self, scales: DelayedScales, state: Mapping[str, Any] | None) -> None:
-        """Load the saved scales; a state without any resets them."""
-        if state:
-            scales.load(state)
-        else:
-            scales.clear()
-        self._followed = 0
-        self._go_by(scales)
+            if state.get("delayed"):
+                self._scales.load(state["delayed"])
+            else:
+                self._scales.clear()
+            self._followed = 0
+            self._go_by(self._scales)
 
     def _name(self, module: Linear) -> str:
         return self._choices[module].name
@@ -273,14 +256,6 @@ class Fp8Plugin(PrecisionPlugin):
     def layers(self) -> list[str]:
         """Names of the layers that run in FP8."""
         return [choice.name for module, choice in self._choices.items() if choice.fp8 and module not in self._noting]
-
-
-def _refuse_missing(fp8: Fp8, device: torch.device) -> None:
-    """Raise if a backend that was named for "measured" is not available."""
-    try:
-        candidate_recipes(fp8, device)
-    except (MissingDependency, PrecisionUnavailable) as error:
-        raise type(error)(f"Fp8({MEASURED!r}, backend={fp8.backend!r}) takes {error}") from error
 
 
 def _refuse_none(found: Mapping[Linear, LayerChoice], fp8: Fp8) -> None:

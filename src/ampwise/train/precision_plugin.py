@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+from torch.nn import Module, ModuleList
 from torch.optim import Optimizer
 
+from ampwise.errors import BadInput
 from ampwise.finding import Finding
+from ampwise.numbers.emulation.emulated_matmuls import MatmulEmulation
+from ampwise.numbers.emulation.recipe import EmulationRecipe
 from ampwise.train.precision.contexts import NO_CONTEXT
+from ampwise.train.precision.policy import Policy, modules_with_wrappers, named_modules
+from ampwise.train.precision.precision import TrainPrecision
 
-__all__ = ["PrecisionPlugin"]
+__all__ = ["EmulationPlugin", "PrecisionPlugin", "make_emulation", "make_plugin"]
 
 
 class PrecisionPlugin:
@@ -55,3 +62,55 @@ class PrecisionPlugin:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load what ``state`` returned; if it does not fit, raise BadInput and change nothing."""
+
+
+def make_plugin(
+    precision: TrainPrecision,
+    policy: Policy,
+    models: Sequence[Module],
+    optimizers: Sequence[Optimizer],
+    device: torch.device,
+    fp8: Any = None,
+    *,
+    graphed: bool = False,
+) -> PrecisionPlugin:
+    """Return the plugin of a precision for these models and optimizers, not yet installed; raise if it cannot work.
+
+    graphed: passes will be replayed by CUDA graphs.
+    """
+    if precision.recipe is not None:
+        return EmulationPlugin(models, policy, precision.recipe)
+    if precision.pure is not None:
+        from ampwise.train.pure_bf16_plugin import PureBf16Plugin  # rarely needed, like the next, and imports this
+
+        return PureBf16Plugin(models, policy, optimizers, precision.pure)
+    if precision.name == "fp8":
+        from ampwise.train.fp8_plugin import Fp8Plugin
+
+        return Fp8Plugin(models, policy, fp8, device, graphed=graphed)
+    if fp8 is not None:
+        raise BadInput(
+            f"Engine(precision={precision.name!r}, fp8={fp8!r}): fp8=... needs precision='fp8' or Policy('fp8')."
+        )
+    return PrecisionPlugin()
+
+
+class EmulationPlugin(PrecisionPlugin):
+    """``precision="emulate:…"``: matmuls on values rounded to a format, on any device, except in kept modules."""
+
+    def __init__(self, models: Sequence[Module], policy: Policy, recipe: EmulationRecipe) -> None:
+        self._emulation = make_emulation(policy, recipe, models)
+
+    def pass_context(self) -> AbstractContextManager[Any]:
+        return self._emulation.on()
+
+
+def make_emulation(policy: Policy, recipe: EmulationRecipe, models: Sequence[Module]) -> MatmulEmulation:
+    """Return an emulation of all matmuls of the models by one recipe, except in the policy's kept modules."""
+    whole = models[0] if len(models) == 1 else ModuleList(models)
+    recipes: dict[Module, EmulationRecipe | None] = {}
+    for model in models:  # also the modules inside DDP or torch.compile wrappers, which may be called directly
+        recipes.update((module, recipe) for name, module in modules_with_wrappers(model) if not name)
+    named = named_modules(whole)
+    recipes.update((named[name], None) for name in policy.modules(whole))
+    return MatmulEmulation(whole, recipes)

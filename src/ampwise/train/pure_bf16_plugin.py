@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,19 +14,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ampwise.errors import BadInput
-from ampwise.train.low_bit.bf16_update import Bf16Update, is_per_element_state
-from ampwise.train.low_bit.bf16_weights import (
-    bf16_buffers,
-    bf16_parameters,
-    buffers_to_fp32_,
-    find_wrapper,
-    parameters_to_convert,
-    to_bf16_,
-    to_fp32_,
-)
+from ampwise.train.low_bit.bf16_update import Bf16Update, is_per_element_state, local_tensor
+from ampwise.train.low_bit.bf16_weights import bf16_parameters, find_wrapper, parameters_to_convert, to_bf16_, to_fp32_
+from ampwise.train.low_bit.optimizers import PROTECTED_OPTIMIZERS, has_stochastic_rounding
 from ampwise.train.low_bit.pure_bf16 import PURE, PureBf16
-from ampwise.train.low_bit.safe_updates import PROTECTED_OPTIMIZERS, has_stochastic_rounding
-from ampwise.train.low_bit.state_loading import keep_saved_dtypes
 from ampwise.train.precision.policy import Policy, named_modules
 from ampwise.train.precision_plugin import PrecisionPlugin
 
@@ -41,15 +33,28 @@ class PureBf16Plugin(PrecisionPlugin):
     def __init__(
         self, models: Sequence[Module], policy: Policy, optimizers: Sequence[Optimizer], pure: PureBf16
     ) -> None:
+        for optimizer in optimizers:
+            name = type(optimizer).__name__
+            if any(group.get("differentiable") for group in optimizer.param_groups):
+                raise BadInput(
+                    f"Engine(precision={pure.text!r}) does not work with {name}(differentiable=True): updates run on "
+                    "copies, outside the autograd graph. Use another precision."
+                )
+            if pure.bf16_states and has_stochastic_rounding(optimizer):
+                raise BadInput(
+                    f"Engine(precision={pure.text!r}): {name} already keeps its state in fewer bits. "
+                    f"Remove bf16-states: precision={PureBf16(kahan=pure.kahan).text!r}."
+                )
         whole = models[0] if len(models) == 1 else ModuleList(models)
+        named = named_modules(whole)
+        # The weights of modules that the policy runs in FP32 or FP16 stay FP32.
+        kept = [named[name] for name, precision in policy.modules(whole).items() if precision != "bf16"]
         self._models, self._optimizers = models, optimizers
-        self._weights = parameters_to_convert(models, _kept_wide(whole, policy))
+        self._weights = parameters_to_convert(models, kept)
         self._was_narrow = False  # the model, with its buffers, was BF16 before
         self._update = Bf16Update(pure)
         self._hooks: list[RemovableHandle] = []
         self._by_themselves: list[tuple[Any, bool]] = []  # optimizers that can round stochastically; the old setting
-        for optimizer in optimizers:
-            _refuse(optimizer, pure)
 
     def install(self) -> None:
         self._was_narrow = bool(bf16_parameters(self._models))
@@ -57,7 +62,7 @@ class PureBf16Plugin(PrecisionPlugin):
         optimizer: Any
         for optimizer in self._optimizers:
             PROTECTED_OPTIMIZERS.add(optimizer)
-            self._hooks += keep_saved_dtypes(optimizer)
+            self._hooks += _keep_saved_dtypes(optimizer)
             if self._left_to_itself(optimizer):
                 self._by_themselves.append((optimizer, optimizer.bf16_stochastic_round))
                 optimizer.bf16_stochastic_round = True
@@ -65,7 +70,9 @@ class PureBf16Plugin(PrecisionPlugin):
     def uninstall(self) -> None:
         changed = bf16_parameters(self._models)
         to_fp32_(changed, self._update.rests)
-        buffers_to_fp32_(bf16_buffers(self._models) if self._was_narrow else ())
+        for buffer in chain.from_iterable(model.buffers() for model in self._models):
+            if self._was_narrow and buffer.dtype == torch.bfloat16:
+                buffer.data = buffer.detach().to(torch.float32)
         for handle in self._hooks:
             handle.remove()
         for optimizer, before in self._by_themselves:
@@ -73,7 +80,10 @@ class PureBf16Plugin(PrecisionPlugin):
         for optimizer in self._optimizers:
             PROTECTED_OPTIMIZERS.discard(optimizer)
             for parameter in changed:
-                _widen_state(optimizer.state.get(parameter, {}), parameter)
+                state = optimizer.state.get(parameter, {})
+                for key, value in state.items():
+                    if is_per_element_state(value, parameter) and value.dtype == torch.bfloat16:
+                        state[key] = value.float()
 
     @property
     def locked_because(self) -> str:
@@ -104,7 +114,7 @@ class PureBf16Plugin(PrecisionPlugin):
         for parameter, rest in found.items():
             if not isinstance(rest, Tensor) or rest.dtype != torch.int16:
                 raise BadInput(f"load_state_dict(): the {PURE} state is damaged: expected int16 tensors.")
-            if rest.numel() != _held(parameter):
+            if rest.numel() != local_tensor(parameter).numel():
                 raise BadInput(f"load_state_dict(): the {PURE} state belongs to a different set of weights.")
         self._update.noise.drawn = drawn
         self._update.rests = {each: rest.to(each.device, copy=True) for each, rest in found.items()}
@@ -137,32 +147,25 @@ class PureBf16Plugin(PrecisionPlugin):
             yield
 
 
-def _kept_wide(model: Module, policy: Policy) -> list[Module]:
-    """Return the modules that the policy runs in FP32 or FP16: their weights stay FP32."""
-    named = named_modules(model)
-    return [named[name] for name, precision in policy.modules(model).items() if precision != "bf16"]
+def _keep_saved_dtypes(optimizer: Optimizer) -> list[RemovableHandle]:
+    """Make ``load_state_dict`` keep the saved dtypes from now on; torch itself casts to the dtype of the weights."""
+    given: list[Mapping[str, Any]] = []
 
+    def before(_: Optimizer, state: dict[str, Any]) -> None:
+        given[:] = [state]
 
-def _refuse(optimizer: Any, pure: PureBf16) -> None:
-    name = type(optimizer).__name__
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise BadInput(
-            f"Engine(precision={pure.text!r}) does not work with {name}(differentiable=True): updates run on copies, "
-            "outside the autograd graph. Use another precision."
-        )
-    if pure.bf16_states and has_stochastic_rounding(optimizer):
-        raise BadInput(
-            f"Engine(precision={pure.text!r}): {name} already keeps its state in fewer bits. "
-            f"Remove bf16-states: precision={PureBf16(kahan=pure.kahan).text!r}."
-        )
+    def after(loaded: Optimizer) -> None:
+        state = given.pop()
+        numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in loaded.param_groups)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            present = loaded.state.get(parameter, {})
+            for key, saved in state["state"].get(number, {}).items():
+                now = present.get(key)
+                if isinstance(saved, Tensor) and isinstance(now, Tensor) and now.dtype != saved.dtype:
+                    present[key] = saved.to(now.device, copy=True)
 
-
-def _widen_state(state: dict[str, Any], parameter: Parameter) -> None:
-    for key, value in state.items():
-        if is_per_element_state(value, parameter) and value.dtype == torch.bfloat16:
-            state[key] = value.float()
-
-
-def _held(parameter: Any) -> int:
-    """Return how many values of the parameter this process holds."""
-    return int((parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel())
+    return [
+        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_post_hook(after),
+    ]

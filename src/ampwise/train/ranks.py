@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampwise.errors import BadInput
 from ampwise.finding.terminal import log_line
+from ampwise.train.accumulator import Accumulator
 from ampwise.train.precision.contexts import NO_CONTEXT
 
 __all__ = ["Ranks", "is_main_process", "rank"]
@@ -52,6 +53,8 @@ class Ranks:
         self.process_group = process_group
         if process_group is None and self._holding:
             self.process_group = getattr(self._holding[0], "process_group", None)
+        # Whether other ranks may take part in a step; if not, nothing else need be asked.
+        self.distributed = bool(self._holding or self._sharded or self._divided or self.process_group is not None)
 
     @property
     def several(self) -> bool:
@@ -85,9 +88,13 @@ class Ranks:
             for wrapper in wrappers:
                 del wrapper.__dict__["forward"]
 
-    def gradient_sync(self, wanted: bool) -> AbstractContextManager[Any]:
-        """Return the context for a micro-batch's passes: gradients are exchanged only if ``wanted``."""
-        self._switch(wanted)
+    def gradient_sync(self, window: Accumulator) -> AbstractContextManager[Any]:
+        """Return the context for a micro-batch's passes: gradients are exchanged only in the last of the window."""
+        wanted = window.is_last
+        if wanted != self._syncs:
+            for module in self._sharded:
+                module.set_requires_gradient_sync(wanted)
+            self._syncs = wanted
         return NO_CONTEXT if wanted or self._learning or not self._holding else self._without_exchange()
 
     def step_closed(self) -> None:
@@ -100,12 +107,6 @@ class Ranks:
             for module in self._holding:
                 stack.enter_context(module.no_sync())
             yield
-
-    def _switch(self, wanted: bool) -> None:
-        if wanted != self._syncs:
-            for module in self._sharded:
-                module.set_requires_gradient_sync(wanted)
-            self._syncs = wanted
 
     def sync_now(self) -> None:
         """Exchange gradients of a step that ended before its last micro-batch."""

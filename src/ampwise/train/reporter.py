@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -15,14 +16,13 @@ from weakref import ref
 from torch import Tensor
 
 from ampwise.errors import BadInput
-from ampwise.runs.events import LoggedEvent
+from ampwise.finding.terminal import log_line
 from ampwise.runs.rows import StepRow
 from ampwise.runs.sinks import SinkRequest, SinkSyntax, requested_sinks
 from ampwise.runs.sinks.run_sinks import Sinks
 from ampwise.train.callback import Callback
 from ampwise.train.ranks import is_main_process
-from ampwise.train.scaler.async_scalars import AsyncScalars
-from ampwise.train.scaler.step_result import StepResult
+from ampwise.train.scaler.step_result import AsyncScalars, StepResult
 from ampwise.train.step import Step
 
 if TYPE_CHECKING:
@@ -40,7 +40,10 @@ def make_reporter(sinks: Any) -> SinkReporter | None:
         return None
     if isinstance(sinks, str) or callable(sinks) or not isinstance(sinks, Iterable):
         raise BadInput(f"Engine(sinks={sinks!r}): expected a list, such as sinks=['tensorboard:logs', a_function].")
-    base = _free_name()
+    # A file name for sinks without a target, unique even among runs started in the same second.
+    stem = f"ampwise-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    names = (Path.cwd() / (stem if number == 1 else f"{stem}-{number}") for number in itertools.count(1))
+    base = next(name for name in names if name not in _NAMES and not any(name.parent.glob(f"{name.name}.*")))
     wanted = requested_sinks(sinks, base=base, asking=SINK_OPTION, sends=is_main_process())
     if not wanted or not is_main_process():
         return None
@@ -50,24 +53,11 @@ def make_reporter(sinks: Any) -> SinkReporter | None:
     return SinkReporter(wanted)
 
 
-def _free_name() -> Path:
-    """Return an unused file name for sinks without a target, unique even among runs started in the same second."""
-    stem = f"ampwise-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    names = (Path.cwd() / (stem if number == 1 else f"{stem}-{number}") for number in itertools.count(1))
-    return next(name for name in names if name not in _NAMES and not any(name.parent.glob(f"{name.name}.*")))
-
-
-def _say(failure: LoggedEvent) -> None:
-    from ampwise.finding.terminal import log_line
-
-    log_line("ampwise: warning: {}", failure)
-
-
 class SinkReporter(Callback):
     """Sends steps to sinks. It does not keep the engine alive, which may be deleted before the last step arrives."""
 
     def __init__(self, wanted: Sequence[SinkRequest]) -> None:
-        self._sinks = Sinks(wanted, _say, at_exit=self.close)
+        self._sinks = Sinks(wanted, partial(log_line, "ampwise: warning: {}"), at_exit=self.close)
         self._scale: AsyncScalars | None = None  # the loss scale of the current step
         self._awaited: deque[tuple[Step, AsyncScalars | None]] = deque()
         self._pid = os.getpid()

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ampwise.errors import BadInput
 from ampwise.finding.terminal import printable
+from ampwise.train.engine_state import has_compatible_type
 from ampwise.train.scaler.step_result import StepResult
-from ampwise.train.state_types import has_compatible_type
 
 __all__ = ["SchedulerSet"]
 
@@ -25,17 +25,36 @@ class SchedulerSet:
     """All schedulers of an engine."""
 
     def __init__(self, given: Any, optimizers: Sequence[Optimizer]) -> None:
-        self._schedulers = _checked(given, optimizers)
+        self.schedulers: list[Any] = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
+        for scheduler in self.schedulers:
+            if isinstance(scheduler, type):
+                raise BadInput(
+                    f"Engine(scheduler={scheduler.__name__}): expected a scheduler, got the class. Create one with the "
+                    "optimizer."
+                )
+            if isinstance(scheduler, ReduceLROnPlateau):
+                raise BadInput(
+                    "Engine(scheduler=ReduceLROnPlateau): it needs a metric, which the engine does not have. Do not "
+                    "pass it; call scheduler.step(metric) yourself."
+                )
+            if not callable(getattr(scheduler, "step", None)):
+                raise BadInput(f"Engine(scheduler=...): expected a scheduler, got {type(scheduler).__name__}.")
+            its = getattr(scheduler, "optimizer", None)
+            if not _is_one_of(its, optimizers):
+                raise BadInput(
+                    f"Engine(scheduler={type(scheduler).__name__}): its optimizer is not one of this engine's. Create "
+                    "it with the optimizer passed to Engine."
+                )
         self._awaited: tuple[StepResult, list[Any]] | None = None
         self._places: dict[int, Any] = {}  # last_epoch of each, as the engine left it
 
     def __len__(self) -> int:
-        return len(self._schedulers)
+        return len(self.schedulers)
 
     def after(self, outcome: StepResult, stepping: Sequence[Optimizer]) -> None:
         """Step the schedulers of these optimizers: now if it is known whether the step was skipped, else later."""
         self.settle()
-        moving = [each for each in self._schedulers if _is_one_of(getattr(each, "optimizer", None), stepping)]
+        moving = [each for each in self.schedulers if _is_one_of(getattr(each, "optimizer", None), stepping)]
         if moving:
             self._awaited = outcome, moving
             if outcome.is_skip_known:
@@ -46,74 +65,43 @@ class SchedulerSet:
         awaited, self._awaited = self._awaited, None
         if awaited is not None and not awaited[0].skipped:
             for scheduler in awaited[1]:
-                self._warn_if_moved(scheduler)
+                before = self._places.get(id(scheduler))
+                if before is not None and scheduler.last_epoch != before:
+                    name = type(scheduler).__name__
+                    warnings.warn(
+                        printable(
+                            f"{name} was stepped outside the engine, which steps it itself. Do not call {name}.step()."
+                        ),
+                        UserWarning,
+                        stacklevel=2,
+                    )
                 scheduler.step()
                 self._places[id(scheduler)] = getattr(scheduler, "last_epoch", None)
 
-    def _warn_if_moved(self, scheduler: Any) -> None:
-        before = self._places.get(id(scheduler))
-        if before is not None and scheduler.last_epoch != before:
-            name = type(scheduler).__name__
-            warnings.warn(
-                printable(f"{name} was stepped outside the engine, which steps it itself. Do not call {name}.step()."),
-                UserWarning,
-                stacklevel=2,
-            )
-
     def state(self) -> list[dict[str, Any]]:
         self.settle()
-        return [scheduler.state_dict() for scheduler in self._schedulers]
+        return [scheduler.state_dict() for scheduler in self.schedulers]
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:
+        """Load states; raise ValueError for one that a scheduler cannot use, as torch's load_state_dict checks nothing.
+
+        An entry must not replace a method. Entries that the scheduler lacks, as from another torch, are allowed.
+        """
         self._awaited = None
         self._places.clear()
-        for scheduler, state in zip(self._schedulers, states, strict=True):
-            _refuse_other_kind(scheduler, state)
+        for scheduler, state in zip(self.schedulers, states, strict=True):
+            kind = type(scheduler).__name__
+            if not isinstance(state, dict):
+                raise ValueError(f"the state of {kind} is {ascii(state)[:40]}")
+            own = scheduler.state_dict()
+            for name, value in state.items():
+                if name in own:
+                    fits = has_compatible_type(value, own[name])
+                else:
+                    fits = not (isinstance(name, str) and hasattr(scheduler, name))
+                if not fits:
+                    raise ValueError(f"the state of {kind} has {ascii(value)[:40]} for {ascii(name)[:40]}")
             scheduler.load_state_dict(state)
-
-
-def _refuse_other_kind(scheduler: Any, state: Any) -> None:
-    """Raise ValueError for a state that the scheduler cannot use: torch's own load_state_dict checks nothing.
-
-    An entry must not replace a method. Entries that the scheduler lacks, as from another torch version, are allowed.
-    """
-    if not isinstance(state, dict):
-        raise ValueError(f"the state of {type(scheduler).__name__} is {ascii(state)[:40]}")
-    own = scheduler.state_dict()
-    for name, value in state.items():
-        fits = (
-            has_compatible_type(value, own[name])
-            if name in own
-            else not (isinstance(name, str) and hasattr(scheduler, name))
-        )
-        if not fits:
-            raise ValueError(f"the state of {type(scheduler).__name__} has {ascii(value)[:40]} for {ascii(name)[:40]}")
-
-
-def _checked(given: Any, optimizers: Sequence[Optimizer]) -> list[Any]:
-    if given is None:
-        return []
-    schedulers = list(given) if isinstance(given, Iterable) else [given]
-    for scheduler in schedulers:
-        if isinstance(scheduler, type):
-            raise BadInput(
-                f"Engine(scheduler={scheduler.__name__}): expected a scheduler, got the class. Create one with the "
-                "optimizer."
-            )
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise BadInput(
-                "Engine(scheduler=ReduceLROnPlateau): it needs a metric, which the engine does not have. Do not pass "
-                "it; call scheduler.step(metric) yourself."
-            )
-        if not callable(getattr(scheduler, "step", None)):
-            raise BadInput(f"Engine(scheduler=...): expected a scheduler, got {type(scheduler).__name__}.")
-        its = getattr(scheduler, "optimizer", None)
-        if not _is_one_of(its, optimizers):
-            raise BadInput(
-                f"Engine(scheduler={type(scheduler).__name__}): its optimizer is not one of this engine's. Create it "
-                "with the optimizer passed to Engine."
-            )
-    return schedulers
 
 
 def _is_one_of(optimizer: Any, optimizers: Sequence[Optimizer]) -> bool:

@@ -11,8 +11,7 @@ from typing import Any, overload
 from torch import Tensor
 
 from ampwise.errors import BadInput
-from ampwise.train.scaler.async_scalars import AsyncScalars
-from ampwise.train.scaler.step_result import StepResult
+from ampwise.train.scaler.step_result import AsyncScalars, StepResult
 
 __all__ = ["Step", "StepHistory"]
 
@@ -33,7 +32,7 @@ class Step:
         "_loss",
         "_loss_divisor",
         "_lrs",
-        "_outcome",
+        "_result",
         "_settled",
         "closed",
         "extra",
@@ -49,16 +48,16 @@ class Step:
         loss: Tensor | None = None,
         *,
         loss_divisor: float | Tensor | AsyncScalars | None = None,
-        outcome: StepResult | None = None,
+        result: StepResult | None = None,
         lrs: Sequence[float | AsyncScalars] = (),
         extra: Any = None,
     ) -> None:
         self.number, self.precision, self.extra = number, precision, extra
-        self.closed = outcome is not None
+        self.closed = result is not None
         self.undone = False
         self._loss: Tensor | float | None = loss  # None: it is copied together with the step's result
         self._loss_divisor = loss_divisor
-        self._outcome = outcome
+        self._result = result
         self._lrs: tuple[float | AsyncScalars, ...] = tuple(lrs)
         self._settled: tuple[bool, float, float] | None = None
 
@@ -112,8 +111,11 @@ class Step:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON, with None in place of NaN and infinity. Syncs with this step."""
-        facts = {fact: getattr(self, fact) for fact in FIELDS}
-        return {"number": self.number, **{fact: _finite(value) for fact, value in facts.items()}}
+        found: dict[str, Any] = {"number": self.number}
+        for fact in FIELDS:
+            value = getattr(self, fact)
+            found[fact] = None if isinstance(value, float) and not math.isfinite(value) else value
+        return found
 
     @property
     def known(self) -> bool:
@@ -122,7 +124,7 @@ class Step:
 
     def settle_if_there(self) -> None:
         """If the numbers have arrived on the host, read them and free the buffers."""
-        if self._outcome is not None and self._outcome.known:
+        if self._result is not None and self._result.known:
             self._facts()
             _ = self.loss, self.lrs
 
@@ -165,22 +167,19 @@ class Step:
         """Why reading a number would sync or give NaN; empty if all numbers are on the host."""
         if not self.closed:
             return "accumulating"
-        there = self._settled is not None or (self._outcome is not None and self._outcome.known)
+        there = self._settled is not None or (self._result is not None and self._result.known)
         return "" if there else "pending"
 
     def _facts(self) -> tuple[bool, float, float]:
         if self._settled is None:
-            if self._outcome is None:
+            if self._result is None:
                 return False, math.nan, math.nan
-            self._settled = self._outcome.skipped, self._outcome.norm, self._outcome.scale
+            skipped, norm, scale, loss = self._result.values()
+            self._settled = skipped, norm, scale
             if self._loss is None:
-                self._loss = self._mean(self._outcome.extra_scalar)
-            self._outcome = None
+                self._loss = loss if self._loss_divisor is None else self._mean(loss)
+            self._result = None
         return self._settled
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _short(value: Any) -> str:

@@ -1,10 +1,10 @@
-"""A model, a batch and the loss function to train, made by a user's function."""
+"""A model, a batch and the loss function to train, made by a user's function, and a training step on them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ampwise.errors import BadInput
+from ampwise.errors import BadInput, UnknownName
 from ampwise.trace.user_code import (
     UserFunction,
     call_user_function,
@@ -25,8 +26,20 @@ from ampwise.trace.user_code import (
     python_path_of,
     split_function_name,
 )
+from ampwise.train.precision.contexts import PrecisionContexts
+from ampwise.train.precision.policy import Policy
+from ampwise.train.precision.precision import choose_precision
 
-__all__ = ["EXAMPLE", "CaseFactory", "TrainCase", "load_factory", "make_factory"]
+__all__ = [
+    "EXAMPLE",
+    "OPTIMIZERS",
+    "CaseFactory",
+    "TrainCase",
+    "TrainingStep",
+    "load_factory",
+    "make_factory",
+    "make_optimizer",
+]
 
 EXAMPLE = """\
   def make(batch=16):
@@ -34,6 +47,14 @@ EXAMPLE = """\
       return model, (x, y), lambda x, y: F.cross_entropy(model(x), y)"""
 EXPECTED = f"expected a function that returns the model, a batch and the loss function:\n{EXAMPLE}"
 SIZE_NAMES = ("batch", "batch_size")  # parameter that sets the number of rows
+LR = 1e-5  # so small that the model stays sensible while it is measured
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": lambda parameters, **options: torch.optim.SGD(parameters, momentum=0.9, **options),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +70,14 @@ class TrainCase:
 
     def loss(self) -> Tensor:
         """Run a forward pass, and return the loss."""
-        loss = _loss_in(self.loss_fn(*self.args, **self.kwargs))
+        returned = self.loss_fn(*self.args, **self.kwargs)
+        # The loss is the result itself, the first of several, or found by its name, as in transformers.
+        if isinstance(returned, tuple) and returned and not hasattr(returned, "loss"):
+            loss = returned[0]
+        elif isinstance(returned, Mapping):
+            loss = returned.get("loss", returned)
+        else:
+            loss = returned if isinstance(returned, Tensor) else getattr(returned, "loss", returned)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else describe_type(loss)
             raise BadInput(f"{self.name}: the loss is {shown}, not a tensor with one element; {EXPECTED}")
@@ -89,7 +117,13 @@ class TrainCase:
             raise BadInput(f"{self.name}: expected a batch of at least 1 row, got {rows}.")
         if self.rows is None:
             raise BadInput(f"{self.name}: its batch has no rows, so it cannot be resized.")
-        resize = partial(_resized, before=self.rows, after=rows)
+        before, times = self.rows, -(-rows // self.rows)
+
+        def resize(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != before:
+                return leaf
+            return leaf.repeat(times, *[1] * (leaf.ndim - 1))[:rows] if times > 1 else leaf[:rows]
+
         return replace(self, args=tree_map(resize, self.args), kwargs=tree_map(resize, dict(self.kwargs)))
 
 
@@ -102,34 +136,24 @@ class CaseFactory:
     size_name: str | None  # name of the parameter for the batch size
     named: UserFunction | None = None  # where it was found: its imports are resolved there, too
 
-    @property
-    def takes_batch(self) -> bool:
-        """Whether the function takes the number of rows."""
-        return self.size_name is not None
-
     def make(self, device: torch.device | str = "cpu", batch: int | None = None) -> TrainCase:
         """Call the function, on that device. If it takes no size, the batch is resized."""
         if batch is not None and batch < 1:
             raise BadInput(f"{self.name}: expected a batch of at least 1 row, got {batch}.")
         arguments = {} if batch is None or self.size_name is None else {self.size_name: batch}
-        with python_path_of(self.named) if self.named else nullcontext():
-            made = self._called(torch.device(device), arguments)
-        case = _on(torch.device(device), _checked(made, self.name))
-        return case if batch is None or case.rows == batch else case.resized(batch)
-
-    def _called(self, device: torch.device, arguments: dict[str, int]) -> Any:
-        """Call the function under ``device`` if it allows that, else without.
-
-        Some code reads what it has made, or draws from a CPU generator, as a shuffling DataLoader does.
-        """
         once = partial(call_user_function, self.name, self.function, self.name.rpartition(":")[2], arguments)
-        if device.type == "cpu":
-            return once()
-        try:
-            with device:
-                return once()
-        except BadInput:
-            return once()
+        device = torch.device(device)
+        with python_path_of(self.named) if self.named else nullcontext():
+            try:
+                with nullcontext() if device.type == "cpu" else device:
+                    made = once()
+            except BadInput:
+                if device.type == "cpu":
+                    raise
+                # Some code reads what it has made, or draws from a CPU generator, as a shuffling DataLoader does.
+                made = once()
+        case = _on(device, _checked(made, self.name))
+        return case if batch is None or case.rows == batch else case.resized(batch)
 
 
 def load_factory(text: str) -> CaseFactory:
@@ -139,29 +163,17 @@ def load_factory(text: str) -> CaseFactory:
         return replace(make_factory(load_function(named), text), named=named)
 
 
-def make_factory(function: Callable[..., Any], name: str | None = None) -> CaseFactory:
-    """Wrap a function that makes model, batch and loss."""
+def make_factory(function: Callable[..., Any] | str, name: str | None = None) -> CaseFactory:
+    """Wrap a function that makes model, batch and loss, given itself or by name, as for ``load_factory``."""
+    if isinstance(function, str):
+        return load_factory(function)
     label = name or str(getattr(function, "__name__", "the function"))
     if not callable(function) or isinstance(function, Module):
         raise BadInput(f"{label}: got {describe_type(function)}; {EXPECTED}")
-    return CaseFactory(name=label, function=function, size_name=_size_name(function, label))
-
-
-def _loss_in(returned: Any) -> Any:
-    """Find the loss in the result: the result itself, the first of several, or by its name, as in transformers."""
-    if isinstance(returned, tuple) and returned and not hasattr(returned, "loss"):
-        return returned[0]
-    if isinstance(returned, Mapping):
-        return returned.get("loss", returned)
-    return returned if isinstance(returned, Tensor) else getattr(returned, "loss", returned)
-
-
-def _size_name(function: Callable[..., Any], label: str) -> str | None:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a function written in C
-        return None
-    named = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+        return CaseFactory(name=label, function=function, size_name=None)
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
     if required:
@@ -169,7 +181,9 @@ def _size_name(function: Callable[..., Any], label: str) -> str | None:
             f"{label}: it must be callable without arguments, but requires {', '.join(required)}: give them defaults. "
             f"A parameter `batch` receives the batch size; {EXPECTED}"
         )
-    return next((name for name in SIZE_NAMES if name in named), None)
+    named = {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}
+    size_name = next((name for name in SIZE_NAMES if name in named), None)
+    return CaseFactory(name=label, function=function, size_name=size_name)
 
 
 def _checked(made: Any, name: str) -> TrainCase:
@@ -186,19 +200,14 @@ def _checked(made: Any, name: str) -> TrainCase:
         raise BadInput(f"{name}: it returned {describe_type(loss_fn)} as the loss function; {EXPECTED}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise BadInput(f"{name}: it returned {describe_type(optimizer)} as the optimizer; {EXPECTED}")
-    args, kwargs = _as_arguments(batch)
+    args: tuple[Any, ...] = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (args, {})
     case = TrainCase(name=name, model=model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer)
     if not case.tensors:
         raise BadInput(f"{name}: the batch it returned is {describe_type(batch)} without tensors; {EXPECTED}")
     if case.rows == 0:
         raise BadInput(f"{name}: the batch it returned is empty: {tuple(case.tensors[0].shape)}.")
     return case
-
-
-def _as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
 
 
 def _on(device: torch.device, case: TrainCase) -> TrainCase:
@@ -209,12 +218,11 @@ def _on(device: torch.device, case: TrainCase) -> TrainCase:
             case.model.to(device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             raise BadInput(f"{case.name}: the model cannot be moved to {device}: {describe_error(error)}.") from error
-    move = partial(_moved, device=device)
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, Tensor) and not _is_at(leaf.device, device) else leaf
+
     return replace(case, args=tree_map(move, case.args), kwargs=tree_map(move, dict(case.kwargs)))
-
-
-def _moved(leaf: Any, device: torch.device) -> Any:
-    return leaf.to(device) if isinstance(leaf, Tensor) and not _is_at(leaf.device, device) else leaf
 
 
 def _is_at(place: torch.device, device: torch.device) -> bool:
@@ -225,8 +233,82 @@ def _is_at(place: torch.device, device: torch.device) -> bool:
     return (current if place.index is None else place.index) == (current if device.index is None else device.index)
 
 
-def _resized(leaf: Any, before: int, after: int) -> Any:
-    if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != before:
-        return leaf
-    times = -(-after // before)
-    return leaf.repeat(times, *[1] * (leaf.ndim - 1))[:after] if times > 1 else leaf[:after]
+def make_optimizer(name: str, parameters: Iterable[Parameter], *, fused: bool) -> Optimizer:
+    """Make an optimizer by name."""
+    if name not in OPTIMIZERS:
+        raise UnknownName("optimizer", name, OPTIMIZERS, listing=f"There are {', '.join(OPTIMIZERS)}.")
+    trained = list(parameters)
+    if not trained:
+        raise BadInput("the model has no trainable parameter: each has requires_grad=False.")
+    return OPTIMIZERS[name](trained, lr=LR, fused=fused)
+
+
+class TrainingStep:
+    """Train a step when called: forward, backward, clip, optimizer, clear gradients. Return the loss.
+
+    It uses torch alone, as a plain training loop does: autocast, torch's GradScaler where the precision
+    needs one, ``clip_grad_norm_``. Steps of several precisions may take turns on one model and one optimizer.
+    """
+
+    def __init__(
+        self,
+        case: TrainCase,
+        precision: str | Policy,
+        optimizer: Optimizer,
+        *,
+        clip_norm: float | None = 1.0,
+        compiled: bool = False,
+    ) -> None:
+        self._policy_applied: AbstractContextManager[Any] = nullcontext()
+        if isinstance(precision, Policy):
+            with precision.apply(case.model) as self._policy_applied:
+                precision = precision.base
+        self.precision = choose_precision(precision, case.device).precision
+        self.case, self.optimizer = case, optimizer
+        self._clip_norm = clip_norm
+        self._parameters = case.parameters
+        self._arithmetic = PrecisionContexts(self.precision, case.device.type)
+        loss_fn = torch.compile(_copy_with_own_code(case.loss_fn), dynamic=False) if compiled else case.loss_fn
+        self._loss = replace(case, loss_fn=loss_fn).loss
+        self._scaler: Any = torch.amp.GradScaler(case.device.type, enabled=self.precision.scaled)
+
+    def __call__(self) -> Tensor:
+        loss = self.forward_and_backward()
+        self.update()
+        return loss
+
+    def in_place(self) -> AbstractContextManager[Any]:
+        """Apply the precision's policy, if it has one, while inside; call steps there."""
+        return self._policy_applied
+
+    def forward_and_backward(self) -> Tensor:
+        """Run forward and backward; gradients stay scaled."""
+        with self._arithmetic.pass_context():
+            with self._arithmetic.forward():
+                loss = self._loss()
+            with self._arithmetic.backward():
+                self._scaler.scale(loss).backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        """Unscale, clip, step the optimizer and clear gradients."""
+        if self._clip_norm is not None:
+            self._scaler.unscale_(self.optimizer)
+            clip_grad_norm_(self._parameters, self._clip_norm)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def _copy_with_own_code(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy the function with its own code object.
+
+    Compiled versions are cached per code object, a few for each: several precisions and comparisons would soon make
+    too many, and torch would stop compiling.
+    """
+
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        return loss_fn(*args, **kwargs)
+
+    loss.__code__ = loss.__code__.replace()
+    return loss

@@ -1,15 +1,15 @@
-"""Wrap torch's entry points, such that calls are reported to the tracker before and after.
+"""Wrap torch's entry points, such that calls are reported to the tracker and the watch before and after.
 
-Reports are made in ``_guarded`` contexts: an error of ampwise must not reach the script.
+Reports are made in the context ``_guard``: an error of ampwise must not reach the script.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from math import isfinite
 from threading import get_ident
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,128 +19,120 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampwise.watch.inspection import unwrapped
-from ampwise.watch.loss_graph import mark_scaled
+from ampwise.watch.gradients import is_ours
+from ampwise.watch.inspection import PRECISIONS, mark_scaled, unwrapped
+from ampwise.watch.overhead import StepSkipper
 from ampwise.watch.patches import Patches, hidden_from_warnings
-from ampwise.watch.step_outcomes import is_ours
-from ampwise.watch.step_skipper import StepSkipper
-from ampwise.watch.tracked_objects import PRECISIONS
 from ampwise.watch.tracker import CallTracker
 
-__all__ = ["EntryPoints", "Listener"]
+if TYPE_CHECKING:
+    from ampwise.watch.watch import Watch
+
+__all__ = ["EntryPoints"]
 
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 Function = Callable[..., Any]
 
 
-class Listener(Protocol):
-    """Object that is notified of gradients before they are changed or used, and of steps."""
-
-    def optimizer_made(self, optimizer: Any) -> None: ...
-
-    def gradients_ready(self, optimizer: Any, scaler: Any | None) -> None:
-        """Called when the gradients of a step are complete, before they are unscaled, clipped or used."""
-
-    def step_begins(self, optimizer: Any) -> None:
-        """Called before weights change."""
-
-    def step_taken(self, optimizer: Any, scaler: Any | None, *, ran: bool) -> None:
-        """Called after a step. ran: the optimizer's own step was called."""
-
-    def scheduler_moved(self, scheduler: Any) -> None: ...
-
-    def step_over(self, optimizer: Any) -> None:
-        """Called last for a step: the next one may be skipped."""
-
-    def follow_again(self) -> None:
-        """Called when no more steps are skipped."""
-
-    def failed(self, error: Exception) -> None:
-        """Called with an error of ampwise's own."""
-
-
 class EntryPoints:
-    """Wrappers of torch's entry points, until the patches are undone and ``remove`` is called."""
+    """Wrappers of torch's entry points, until the patches are undone and ``remove`` is called.
 
-    def __init__(self, patches: Patches, tracker: CallTracker, listener: Listener, skipper: StepSkipper) -> None:
-        self._patches, self._tracker, self._listener, self._skipper = patches, tracker, listener, skipper
-        self._follows = tracker.follows
-        self._running: list[
-            tuple[str, int]
-        ] = []  # calls by name and object: a method and its super() method are one call
+    Most methods are what runs instead of the function of torch that they are named after; they are given the original.
+    """
+
+    def __init__(self, patches: Patches, tracker: CallTracker, watch: Watch, skipper: StepSkipper) -> None:
+        self._patches, self._tracker, self._watch, self._skipper = patches, tracker, watch, skipper
+        self._follows, self._guard = tracker.follows, _Guard(watch, skipper)
+        self._running: list[tuple[str, int]] = []  # calls that are followed, by ``once`` and object
         self._targets: list[int] = []  # ids of optimizers that scalers are stepping
         self._ran: set[int] = set()  # ids of those whose own step was called
         self._stepping: list[int] = []  # ids of optimizers that are stepping without a scaler
-        self._wrap_backward()
+        # Tensor.backward looks it up at each call, so this one patch is enough.
+        patches.replace(torch.autograd, "backward", self._wrapped_backward)
+        self._follow(GradScaler, "__init__", self.scaler_init)
         self.wrap_scaler(GradScaler)
-        patches.replace(GradScaler, "__init__", self._wrapped_scaler_init)
-        self._wrap_optimizers()
-        self._wrap_clipping()
-        self._wrap_schedulers()
-        patches.replace(autocast, "__enter__", self._wrapped_autocast_enter)
-        patches.replace(torch, "save", self._wrapped_save)
+        self._follow(Optimizer, "__init__", self.optimizer_init)
+        for owner in (Optimizer, nn.Module):
+            self._follow(owner, "zero_grad", self.zero_grad, skips=True)
+        for name in CLIPPING:
+            for module in (clip_grad, nn.utils):  # the script may use either name
+                self._follow(module, name, partial(self.clip, name), skips=True, once="clip")
+        self._follow(lr_scheduler.LRScheduler, "__init__", self.scheduler_init)
+        for kind in list(vars(lr_scheduler).values()):
+            if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler):
+                self._wrap_scheduler(kind)
+        self._follow(autocast, "__enter__", self.autocast_enter, skips=True)
+        self._follow(torch, "save", self.save)
         self._hooks = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            register_optimizer_step_pre_hook(self.before_step),
+            register_optimizer_step_post_hook(self.after_step),
         ]
 
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _followed(self, original: Function, watched: Function, *, skips: bool = False) -> Function:
+    def wrap_scaler(self, kind: type) -> None:
+        """Wrap the methods of a scaler class, also those that a subclass overrides."""
+        for each in [each for each in kind.__mro__ if issubclass(each, GradScaler)]:
+            wrappers = {"unscale_": self.unscale, "step": self.scaler_step, "update": self.update}
+            for name, wrapper in wrappers.items():
+                if not getattr(vars(each).get(name), "_ampwise", name not in vars(each)):
+                    self._follow(each, name, wrapper, once=name)
+            if not getattr(vars(each).get("scale"), "_ampwise", "scale" not in vars(each)):
+                self._patches.replace(each, "scale", self._wrapped_scale)
+
+    def _wrap_scheduler(self, kind: type) -> None:
+        for each in kind.__mro__:
+            method = vars(each).get("step")
+            if issubclass(each, lr_scheduler.LRScheduler) and method is not None and not hasattr(method, "_ampwise"):
+                self._follow(each, "step", self.scheduler_step, skips=True, once="scheduler")
+
+    def _follow(self, owner: Any, name: str, watched: Function, *, skips: bool = False, once: str = "") -> None:
+        """Replace a function by one that calls ``watched(original, ...)`` if the call is followed."""
+        self._patches.replace(owner, name, lambda original: self._followed(original, watched, skips, once))
+
+    def _followed(self, original: Function, watched: Function, skips: bool = False, once: str = "") -> Function:
         """Return a function that calls ``watched`` if the call is followed, and the original otherwise.
 
-        skips: it is not followed in skipped steps.
+        skips: it is not followed in skipped steps. once: a call within another of this name is not followed, as when a
+        method calls that of its base class; calls of two scalers are separate.
         """
-        follows, skipper, watched = self._follows, self._skipper, hidden_from_warnings(watched)
+        follows, skipper, running = self._follows, self._skipper, self._running
+        hidden_from_warnings(watched)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # is_compiling() comes before follows(), which must not be traced. A script that compiles skips no steps.
             if (skips and skipper.on) or torch.compiler.is_compiling() or not follows():
                 return original(*args, **kwargs)
-            return watched(*args, **kwargs)
+            if not once:
+                return watched(original, *args, **kwargs)
+            key = (once, id(args[0]) if args and isinstance(args[0], GradScaler) else 0)
+            if key in running:
+                return original(*args, **kwargs)
+            running.append(key)
+            try:
+                return watched(original, *args, **kwargs)
+            finally:
+                running.remove(key)
 
         call._ampwise = True  # type: ignore[attr-defined]
         return call
 
-    def _guarded(self) -> _Guarded:
-        return _Guarded(self._skipper, self._listener)
-
-    @contextmanager
-    def _outermost(self, name: str, thing: Any) -> Iterator[bool]:
-        """Yield whether this is the outermost call of this method on this object."""
-        key = (name, id(thing))
-        outermost = key not in self._running
-        self._running.append(key)
-        try:
-            yield outermost
-        finally:
-            self._running.remove(key)
+    def _follow_again(self) -> None:
+        """Follow again, from the middle of a step on, as something unusual has happened."""
+        with self._guard:
+            self._skipper.follow_next_steps()
+            self._watch.follow_again()
 
     # Backward
 
-    def _wrap_backward(self) -> None:
-        # Tensor.backward looks it up at each call, so this one patch is enough.
-        self._patches.replace(torch.autograd, "backward", self._wrapped_backward)
-
     def _wrapped_backward(self, original: Function) -> Function:
-        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            backward_pass = None
-            with self._outermost(
-                "backward", None
-            ) as outermost:  # activation checkpointing calls backward within backward
-                if outermost:
-                    with self._guarded():
-                        backward_pass = self._tracker.backward_begins(tensors, _grad_tensors(grad_tensors))
-                result = original(tensors, grad_tensors, *args, **kwargs)
-            if backward_pass is not None:
-                with self._guarded():
-                    self._tracker.backward_ended(backward_pass)
-            return result
-
-        watched = hidden_from_warnings(self._followed(original, backward))
-        skipper = self._skipper
+        # Activation checkpointing calls backward within backward.
+        watched, skipper = (
+            hidden_from_warnings(self._followed(original, self.backward, once="backward")),
+            self._skipper,
+        )
 
         def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if skipper.on:
@@ -157,35 +149,25 @@ class EntryPoints:
         call._ampwise = True  # type: ignore[attr-defined]
         return call
 
-    def _follow_again(self) -> None:
-        """Follow again, from the middle of a step on, as something unusual has happened."""
-        with self._guarded():
-            self._skipper.follow_next_steps()
-            self._listener.follow_again()
+    def backward(self, original: Function, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        backward_pass, weights = None, grad_tensors
+        if isinstance(weights, tuple | list) and all(each is None for each in weights):  # as torch passes it
+            weights = None
+        with self._guard:
+            backward_pass = self._tracker.backward_begins(tensors, weights)
+        result = original(tensors, grad_tensors, *args, **kwargs)
+        if backward_pass is not None:
+            with self._guard:
+                self._tracker.backward_ended(backward_pass)
+        return result
 
     # Scalers
 
-    def _wrapped_scaler_init(self, original: Function) -> Function:
-        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
-            original(scaler, *args, **kwargs)
-            with self._guarded():
-                self.wrap_scaler(type(scaler))  # a subclass of the script's, perhaps
-                self._tracker.scaler_made(scaler)
-
-        return self._followed(original, init)
-
-    def wrap_scaler(self, kind: type) -> None:
-        """Wrap the methods of a scaler class, also those that a subclass overrides."""
-        wrappers = {
-            "scale": self._wrapped_scale,
-            "unscale_": self._wrapped_unscale,
-            "step": self._wrapped_scaler_step,
-            "update": self._wrapped_update,
-        }
-        for each in kind.__mro__:
-            for name, wrapper in wrappers.items() if issubclass(each, GradScaler) else ():
-                if not getattr(vars(each).get(name), "_ampwise", name not in vars(each)):
-                    self._patches.replace(each, name, wrapper)
+    def scaler_init(self, original: Function, scaler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scaler, *args, **kwargs)
+        with self._guard:
+            self.wrap_scaler(type(scaler))  # a subclass of the script's, perhaps
+            self._tracker.scaler_made(scaler)
 
     def _wrapped_scale(self, original: Function) -> Function:
         def scale(scaler: Any, outputs: Any) -> Any:
@@ -193,113 +175,93 @@ class EntryPoints:
             if scaler._enabled and not torch.compiler.is_compiling():
                 if self._skipper.on:
                     self._follow_again()
-                with self._guarded():
-                    self._skipper.never_skip_again()
+                with self._guard:
+                    self._skipper.allowed = False
                     self._tracker.scaler_used(scaler)
-                    if isinstance(scaled, Tensor | list | tuple):  # an iterator would be consumed
-                        mark_scaled(scaled, scaler)
+                    mark_scaled(scaled, scaler)
             return scaled
 
         scale._ampwise = True  # type: ignore[attr-defined] # in all threads: sharing a scaler is a bug
         return scale
 
-    def _wrapped_unscale(self, original: Function) -> Function:
-        def unscale_(scaler: Any, optimizer: Any) -> Any:
-            with self._outermost("unscale", scaler) as outermost:
-                if outermost and scaler._enabled and not self._targets:
-                    with self._guarded():
-                        self._listener.gradients_ready(optimizer, scaler)
-                        self._tracker.unscales(scaler, optimizer)
-                return original(scaler, optimizer)
+    def unscale(self, original: Function, scaler: Any, optimizer: Any) -> Any:
+        if scaler._enabled and not self._targets:
+            with self._guard:
+                state = self._tracker.state_of(optimizer)
+                self._watch.gradients_ready(optimizer, state, scaler)
+                self._tracker.unscales(scaler, optimizer, state)
+        return original(scaler, optimizer)
 
-        return self._followed(original, unscale_)
+    def scaler_step(self, original: Function, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (scaler._enabled or is_ours(scaler)):
+            return original(scaler, optimizer, *args, **kwargs)
+        with self._guard:
+            state = self._tracker.state_of(optimizer)
+            self._watch.gradients_ready(optimizer, state, scaler)
+            if scaler._enabled:
+                self._tracker.scaler_steps(scaler, optimizer, state, args, kwargs)
+            else:
+                self._tracker.optimizer_steps(optimizer, state)
+        inner = id(unwrapped(optimizer))
+        self._ran.discard(inner)
+        self._targets.append(inner)
+        try:
+            result = original(scaler, optimizer, *args, **kwargs)
+        finally:
+            self._targets.remove(inner)
+        with self._guard:
+            self._step_is_over(optimizer, scaler, ran=inner in self._ran)
+        return result
 
-    def _wrapped_scaler_step(self, original: Function) -> Function:
-        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._outermost("step", scaler) as outermost:
-                if not outermost or not (scaler._enabled or is_ours(scaler)):
-                    return original(scaler, optimizer, *args, **kwargs)
-                with self._guarded():
-                    self._listener.gradients_ready(optimizer, scaler)
-                    if scaler._enabled:
-                        self._tracker.scaler_steps(scaler, optimizer, args, kwargs)
-                    else:
-                        self._tracker.optimizer_steps(optimizer)
-                inner = unwrapped(optimizer)
-                self._ran.discard(id(inner))
-                self._targets.append(id(inner))
-                try:
-                    result = original(scaler, optimizer, *args, **kwargs)
-                finally:
-                    self._targets.remove(id(inner))
-            with self._guarded():
-                self._step_is_over(optimizer, scaler, ran=id(inner) in self._ran)
-            return result
-
-        return self._followed(original, step)
+    def update(self, original: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        if scaler._enabled:
+            with self._guard:
+                self._tracker.updates(scaler)
+        return original(scaler, *args, **kwargs)
 
     def _step_is_over(self, optimizer: Any, scaler: Any | None, *, ran: bool) -> None:
-        self._listener.step_taken(optimizer, scaler, ran=ran)
-        if scaler is not None and scaler._enabled:
-            self._tracker.scaler_stepped(scaler, optimizer)
-        self._tracker.optimizer_stepped(optimizer, by_scaler=scaler is not None and scaler._enabled)
-
-    def _wrapped_update(self, original: Function) -> Function:
-        def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._outermost("update", scaler) as outermost:
-                if outermost and scaler._enabled:
-                    with self._guarded():
-                        self._tracker.updates(scaler)
-                return original(scaler, *args, **kwargs)
-
-        return self._followed(original, update)
+        state, by_scaler = self._tracker.state_of(optimizer), scaler is not None and scaler._enabled
+        self._watch.step_taken(optimizer, state, scaler, ran=ran)
+        if by_scaler:
+            self._tracker.scaler_stepped(scaler, state)
+        self._tracker.optimizer_stepped(optimizer, state, by_scaler=by_scaler)
 
     # Optimizers
 
-    def _wrap_optimizers(self) -> None:
-        self._patches.replace(Optimizer, "__init__", self._wrapped_optimizer_init)
-        self._patches.replace(Optimizer, "zero_grad", self._wrapped_zero_grad)
-        self._patches.replace(nn.Module, "zero_grad", self._wrapped_zero_grad)
+    def optimizer_init(self, original: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        with self._guard:
+            self._watch.follow_again()
+            self._watch.optimizer_made(optimizer)
 
-    def _wrapped_optimizer_init(self, original: Function) -> Function:
-        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            with self._guarded():
-                self._listener.follow_again()
-                self._listener.optimizer_made(optimizer)
+    def zero_grad(self, original: Function, thing: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._guard:
+            self._tracker.zeroed(thing)
+        return original(thing, *args, **kwargs)
 
-        return self._followed(original, init)
-
-    def _wrapped_zero_grad(self, original: Function) -> Function:
-        def zero_grad(thing: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._guarded():
-                self._tracker.zeroed(thing)
-            return original(thing, *args, **kwargs)
-
-        return self._followed(original, zero_grad, skips=True)
-
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._skipper.on and len(args) == 1 and not kwargs:
             return
         if torch.compiler.is_compiling() or not self._follows():
             return
         if self._skipper.on:  # the argument may be a closure
-            self._skipper.never_skip_again()
+            self._skipper.allowed = False
             self._follow_again()
         if self._targets:  # within a scaler's step, of this optimizer or of its wrapper
             self._ran.update(self._targets)
         elif self._stepping in ([], [id(optimizer)]):  # the same optimizer: its last step has failed
             self._stepping = [id(optimizer)]
-            with self._guarded():
+            with self._guard:
+                state = self._tracker.state_of(optimizer)
                 if _has_closure(args, kwargs):
-                    self._tracker.stepping.add(self._tracker.state_of(optimizer).index)
+                    self._tracker.stepping.add(state.index)
                 else:
-                    self._listener.gradients_ready(optimizer, None)
-                    self._tracker.optimizer_steps(optimizer)
-        with self._guarded():
-            self._listener.step_begins(optimizer)
+                    self._watch.gradients_ready(optimizer, state, None)
+                    self._tracker.optimizer_steps(optimizer, state)
+        with self._guard:
+            self._watch.step_begins(optimizer, self._tracker.state_of(optimizer))
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         skipper = self._skipper
         if skipper.on:  # kept short, as this runs at every step
             if get_ident() != skipper.thread:
@@ -309,129 +271,84 @@ class EntryPoints:
                 skipper.skipped[key] += 1
                 if key != skipper.leader or skipper.skipped[key] < skipper.leader_steps:
                     return
-            with self._guarded():
-                self._listener.follow_again()
+            with self._guard:
+                self._watch.follow_again()
             return
         if torch.compiler.is_compiling() or not self._follows():
             return
         if self._targets or self._stepping != [id(optimizer)]:  # within another optimizer's step
             return
         self._stepping.clear()
-        with self._guarded():
+        with self._guard:
             if _has_closure(args, kwargs):  # gradients were computed within the step
-                self._tracker.stepping.discard(self._tracker.state_of(optimizer).index)
-                self._listener.gradients_ready(optimizer, None)
-                self._tracker.optimizer_steps(optimizer)
-                self._skipper.never_skip_again()
+                state = self._tracker.state_of(optimizer)
+                self._tracker.stepping.discard(state.index)
+                self._watch.gradients_ready(optimizer, state, None)
+                self._tracker.optimizer_steps(optimizer, state)
+                skipper.allowed = False
             self._step_is_over(optimizer, None, ran=True)
-        with self._guarded():
-            self._listener.step_over(optimizer)
+        with self._guard:
+            self._watch.step_over(optimizer)
 
-    # Clipping
+    # Clipping, schedulers, autocast and checkpoints
 
-    def _wrap_clipping(self) -> None:
-        for name in CLIPPING:
-            for owner in (clip_grad, nn.utils):  # the script may use either name
-                self._patches.replace(owner, name, self._wrapped_clip(name))
+    def clip(self, name: str, original: Function, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may be a generator
+        with self._guard:
+            limit = next(iter([*args, *kwargs.values()]), None)
+            number = float(limit) if isinstance(limit, int | float) else None
+            for optimizer, state in self._tracker.clipped(name, given, number):
+                self._watch.gradients_ready(optimizer, state, None)
+        return original(given, *args, **kwargs)
 
-    def _wrapped_clip(self, name: str) -> Callable[[Function], Function]:
-        def wrapper(original: Function) -> Function:
-            def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-                given = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may be a generator
-                with self._outermost("clip", None) as outermost:
-                    if outermost:
-                        with self._guarded():
-                            limit = next(iter([*args, *kwargs.values()]), None)
-                            number = float(limit) if isinstance(limit, int | float) else None
-                            for each in self._tracker.clipped(name, given, number):
-                                self._listener.gradients_ready(each, None)
-                    return original(given, *args, **kwargs)
+    def scheduler_init(self, original: Function, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        with self._guard:
+            self._wrap_scheduler(type(scheduler))
+        self._running.append(("scheduler", 0))  # its constructor makes a step
+        try:
+            original(scheduler, *args, **kwargs)
+        finally:
+            self._running.remove(("scheduler", 0))
 
-            return self._followed(original, clip, skips=True)
+    def scheduler_step(self, original: Function, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(scheduler, *args, **kwargs)  # this may step other schedulers
+        with self._guard:
+            self._watch.scheduler_moved(scheduler)
+        return result
 
-        return wrapper
+    def autocast_enter(self, original: Function, region: Any) -> Any:
+        result = original(region)
+        if region._enabled:
+            with self._guard:
+                self._tracker.region_entered(PRECISIONS.get(region.fast_dtype, "other"))
+        return result
 
-    # Schedulers
-
-    def _wrap_schedulers(self) -> None:
-        self._patches.replace(lr_scheduler.LRScheduler, "__init__", self._wrapped_scheduler_init)
-        for kind in vars(lr_scheduler).values():
-            if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler):
-                self._wrap_scheduler(kind)
-
-    def _wrap_scheduler(self, kind: type) -> None:
-        for each in kind.__mro__:
-            method = vars(each).get("step")
-            if issubclass(each, lr_scheduler.LRScheduler) and method is not None and not hasattr(method, "_ampwise"):
-                self._patches.replace(each, "step", self._wrapped_scheduler_step)
-
-    def _wrapped_scheduler_init(self, original: Function) -> Function:
-        def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-            with self._guarded():
-                self._wrap_scheduler(type(scheduler))
-            with self._outermost("schedule", None):  # its constructor makes a step
-                original(scheduler, *args, **kwargs)
-
-        return self._followed(original, init)
-
-    def _wrapped_scheduler_step(self, original: Function) -> Function:
-        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._outermost("schedule", None) as outermost:  # a scheduler may step others
-                result = original(scheduler, *args, **kwargs)
-            if outermost:
-                with self._guarded():
-                    self._listener.scheduler_moved(scheduler)
-            return result
-
-        return self._followed(original, step, skips=True)
-
-    # Autocast and checkpoints
-
-    def _wrapped_autocast_enter(self, original: Function) -> Function:
-        def enter(region: Any) -> Any:
-            result = original(region)
-            if region._enabled:
-                with self._guarded():
-                    self._tracker.region_entered(PRECISIONS.get(region.fast_dtype, "other"))
-            return result
-
-        return self._followed(original, enter, skips=True)
-
-    def _wrapped_save(self, original: Function) -> Function:
-        def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._guarded():
-                self._tracker.saved(obj)
-            return original(obj, *args, **kwargs)
-
-        return self._followed(original, save)
+    def save(self, original: Function, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._guard:
+            self._tracker.saved(obj)
+        return original(obj, *args, **kwargs)
 
 
-class _Guarded:
-    """Context that measures the time spent in it, and reports its errors to the listener: training goes on."""
+class _Guard:
+    """Context that measures the time spent in it, and reports its errors to the watch: training goes on."""
 
-    __slots__ = ("_began", "_listener", "_skipper")
-
-    def __init__(self, skipper: StepSkipper, listener: Listener) -> None:
-        self._skipper, self._listener = skipper, listener
+    def __init__(self, watch: Watch, skipper: StepSkipper) -> None:
+        self._watch, self._skipper = watch, skipper
+        self._began: list[float] = []  # a stack, as contexts may be nested
 
     def __enter__(self) -> None:
-        self._began = self._skipper.clock()
+        self._began.append(self._skipper.clock())
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> bool:
         skipper = self._skipper
         try:
             if isinstance(error, Exception):
-                self._listener.failed(error)
+                self._watch.failed(error)
                 return True
             return False
         finally:
-            skipper.spent += skipper.clock() - self._began
-
-
-def _grad_tensors(weights: Any) -> Any:
-    """Return the ``grad_tensors`` argument; None if it is a tuple of None, as torch passes it."""
-    return None if isinstance(weights, tuple | list) and all(each is None for each in weights) else weights
+            skipper.spent += skipper.clock() - self._began.pop()
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
-    return callable(kwargs.get("closure")) or any(callable(each) for each in args[1:2])
+    return callable(kwargs.get("closure")) or any(map(callable, args[1:2]))

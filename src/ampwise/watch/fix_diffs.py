@@ -27,47 +27,50 @@ def add_diffs(found: Sequence[CountedFinding], folder: str, since: float) -> Non
     folder: where the script was started. since: the time of the start; a file written later is not what ran.
     """
     deadline = time.monotonic() + SECONDS
-    fixable_findings = [seen for seen in found if seen.finding.rule.fixable and seen.finding.place.line is not None]
-    files = dict.fromkeys(seen.finding.place.file for seen in fixable_findings if seen.finding.place.file is not None)
-    scripts = _scripts(files, folder, since)
-    linted = _linted(scripts, frozenset(seen.finding.rule.code for seen in fixable_findings)) if scripts else []
-    for seen, finding in _pairs(fixable_findings, linted, scripts):
+    fixable = [seen for seen in found if seen.finding.rule.fixable and seen.finding.place.line is not None]
+    files = dict.fromkeys(seen.finding.place.file for seen in fixable if seen.finding.place.file is not None)
+    scripts = _read_scripts(files, folder, since)
+    if not scripts:
+        return
+    from ampwise.check.apply_edits import apply_fixes, unified_diff
+    from ampwise.check.linter import CheckTask, check_texts  # not loaded in a run without such findings
+
+    # The linter's fixable findings by these rules, whatever the configuration near the files says.
+    texts = {file: script.text for file, script in scripts.items()}
+    codes = frozenset(seen.finding.rule.code for seen in fixable)
+    task = CheckTask(tuple(texts), dict.fromkeys(texts, codes), texts, wanted=lambda path: codes)
+    linted = [finding for finding in check_texts(task).findings if finding.edits]
+    for seen, finding in _pairs(fixable, linted, scripts):
         if time.monotonic() > deadline:
             return
-        diff = _diff(finding, scripts, folder)
+        script = scripts[finding.place.file or ""]
+        diff = unified_diff(script, apply_fixes(script, [finding], unsafe=True).text)
+        # Name the file relative to where the script ran: `patch -p0` applies the diff there.
+        before, after, *rest = [*diff.split("\n"), "", ""]
+        near = [line.replace(f" {folder}/", " ", 1) for line in (before, after)]
+        diff = "\n".join([*near, *rest]).removesuffix("\n\n")
         seen.diff, seen.diff_is_safe = (diff, finding.safe) if len(diff) <= LONGEST_DIFF else ("", True)
 
 
-def _scripts(files: Iterable[str], folder: str, since: float) -> dict[str, SourceScript]:
+def _read_scripts(files: Iterable[str], folder: str, since: float) -> dict[str, SourceScript]:
     """Read the files whose text has not changed since the start and is not too long."""
     found: dict[str, SourceScript] = {}
     left = LARGEST_BYTES
     for file in files:
         with contextlib.suppress(UnreadableFile, OSError):
-            text = _text(file, Path(folder, file), since)
+            path, text = Path(folder, file), ""
+            if path.is_file():
+                status = path.stat()
+                if status.st_mtime <= since and status.st_size <= LARGEST_BYTES:
+                    text = decode_source(path.read_bytes(), file)
+            else:
+                kept = linecache.cache.get(file)
+                if kept is not None and len(kept) == 4 and kept[1] is None:  # a cell of a notebook, not on disk
+                    text = "".join(linecache.getlines(file))
             if 0 < len(text) <= left:
                 found[file] = script_from_text(text, file)
                 left -= len(text)
     return found
-
-
-def _text(file: str, path: Path, since: float) -> str:
-    if not path.is_file():
-        kept = linecache.cache.get(file)
-        is_cell = kept is not None and len(kept) == 4 and kept[1] is None  # of a notebook; it is not on disk
-        return "".join(linecache.getlines(file)) if is_cell else ""
-    status = path.stat()
-    is_as_it_ran = status.st_mtime <= since and status.st_size <= LARGEST_BYTES
-    return decode_source(path.read_bytes(), file) if is_as_it_ran else ""
-
-
-def _linted(scripts: Mapping[str, SourceScript], codes: frozenset[str]) -> list[Finding]:
-    """Return the linter's fixable findings by these rules, whatever the configuration near the files says."""
-    from ampwise.check.linter import CheckTask, check_texts
-
-    texts = {file: script.text for file, script in scripts.items()}
-    task = CheckTask(tuple(texts), dict.fromkeys(texts, codes), texts, wanted=lambda path: codes)
-    return [finding for finding in check_texts(task).findings if finding.edits]
 
 
 def _pairs(
@@ -77,52 +80,25 @@ def _pairs(
 
     Each of the linter's findings is used once; findings on the same line are paired first.
     """
+    spans: dict[str, list[tuple[int, int]]] = {}  # of loops and functions, by file
+    for file, script in scripts.items():
+        nodes = [node for node in ast.walk(script.tree) if isinstance(node, SCOPES)]
+        spans[file] = [(node.lineno, node.end_lineno or node.lineno) for node in nodes]
     unpaired, left = list(found), list(linted)
-    for is_near in (_is_on_line, _Nearby(scripts)):
+    for on_same_line in (True, False):
         for seen in list(unpaired):
-            near = [each for each in left if _is_alike(seen.finding, each) and is_near(seen.finding, each)]
+            place = seen.finding.place
+            line = place.line or 0
+            around = [(first, last) for first, last in spans.get(place.file or "", []) if first <= line <= last]
+            first, last = min(around, key=lambda span: span[1] - span[0], default=(1, 0))
+            near = []
+            for each in left:
+                at = each.place.line or 0
+                is_near = at <= line <= (each.place.end_line or at) if on_same_line else first <= at <= last
+                if is_near and (each.rule.code, each.place.file) == (seen.finding.rule.code, place.file):
+                    near.append(each)
             if near:
-                line = seen.finding.place.line or 0
                 best = min(near, key=lambda each: abs((each.place.line or 0) - line))
                 unpaired.remove(seen)
                 left.remove(best)
                 yield seen, best
-
-
-def _is_alike(seen: Finding, other: Finding) -> bool:
-    return (seen.rule.code, seen.place.file) == (other.rule.code, other.place.file)
-
-
-def _is_on_line(seen: Finding, other: Finding) -> bool:
-    first = other.place.line or 0
-    return first <= (seen.place.line or 0) <= (other.place.end_line or first)
-
-
-class _Nearby:
-    """Whether the linter's finding is in the innermost loop or function around the line of the run's finding."""
-
-    def __init__(self, scripts: Mapping[str, SourceScript]) -> None:
-        self._scripts = scripts
-        self._spans: dict[str, list[tuple[int, int]]] = {}
-
-    def __call__(self, seen: Finding, other: Finding) -> bool:
-        line, spans = seen.place.line or 0, self._spans_in(seen.place.file or "")
-        around = [(first, last) for first, last in spans if first <= line <= last]
-        first, last = min(around, key=lambda span: span[1] - span[0], default=(1, 0))
-        return first <= (other.place.line or 0) <= last
-
-    def _spans_in(self, file: str) -> list[tuple[int, int]]:
-        if file not in self._spans:
-            nodes = [node for node in ast.walk(self._scripts[file].tree) if isinstance(node, SCOPES)]
-            self._spans[file] = [(node.lineno, node.end_lineno or node.lineno) for node in nodes]
-        return self._spans[file]
-
-
-def _diff(finding: Finding, scripts: Mapping[str, SourceScript], folder: str) -> str:
-    """Return the diff with its file named relative to where the script ran: `patch -p0` applies it there."""
-    from ampwise.check.apply_edits import apply_fixes, unified_diff
-
-    script = scripts[finding.place.file or ""]
-    before, after, *rest = [*unified_diff(script, apply_fixes(script, [finding], unsafe=True).text).split("\n"), "", ""]
-    near = [line.replace(f" {folder}/", " ", 1) for line in (before, after)]
-    return "\n".join([*near, *rest]).removesuffix("\n\n")

@@ -8,57 +8,102 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ampwise.numbers.census.algebra import Census
 from ampwise.runs.rows import LayerSample, StepRow
-from ampwise.train.scaler.async_scalars import AsyncScalars
+from ampwise.train.low_bit.optimizers import keeps_small_updates
 from ampwise.train.scaler.grad_stats import GpuStats, GradStats, read_gradients
 from ampwise.train.scaler.gradients import collect_gradients, first_device, to_device
+from ampwise.train.scaler.step_result import AsyncScalars
+from ampwise.watch.gradient_health import UpdateCounts
 from ampwise.watch.inspection import parameters_of
-from ampwise.watch.step_outcomes import StepOutcome
-from ampwise.watch.time_budget import TimeBudget
-from ampwise.watch.tracked_objects import TrackedOptimizer
+from ampwise.watch.overhead import TimeBudget
+from ampwise.watch.tracker import TrackedOptimizer
 
-if TYPE_CHECKING:
-    from ampwise.numbers.census.launch import TensorBatch
-
-__all__ = ["GradientReader", "StepNumbers"]
+__all__ = ["GradientReader", "ReadStep", "StepOutcome", "WeightComparison", "copy_weights", "is_ours", "outcome_of"]
 
 READING_SHARE = 0.02  # share of the time for reading gradients
 SAMPLING_SHARE = 0.01  # share of the time for turning counts into censuses
 PATIENCE = 3  # skipped steps in a row after which the bad parameters are named
+COMPARED_TENSORS = 16  # weights to compare before and after an update
+COMPARED_VALUES = 4096  # of each
+
+
+# The result of a step
 
 
 @dataclass(slots=True)
-class StepNumbers:
-    """Numbers of a step that have arrived on the host."""
+class StepOutcome:
+    """Result of one optimizer's step: what the host knows, and device tensors with what it does not know yet."""
 
-    row: StepRow
-    finite: bool  # loss and gradients, as far as they were read
-    sample: LayerSample | None = None
-    bad: tuple[str, ...] = ()  # parameters whose gradients are not finite
-    serious: bool = True  # if not finite: more than an ordinary overflow of scaled gradients
+    skipped: bool | None = False  # None: see the flags
+    flags: list[Tensor] = field(default_factory=list)  # on the device: above zero if the step was skipped
+    scale: Tensor | None = None
+    reading: GradStats | None = None  # of the gradients, if the scaler has read them
+
+
+def is_ours(scaler: Any | None) -> bool:
+    """Whether the scaler is one of ampwise, which reads gradients itself."""
+    return scaler is not None and type(scaler).__module__.startswith("ampwise.")
+
+
+def outcome_of(optimizer: Any, scaler: Any | None, *, ran: bool) -> StepOutcome:
+    """Return the outcome of a step without a sync. ran: the optimizer's own step was called."""
+    scale = scaler._scale if scaler is not None and scaler._enabled else None
+    if scaler is not None and is_ours(scaler):
+        result, stats = scaler.result_of(optimizer), scaler.stats_of(optimizer)
+        if result is None:
+            return StepOutcome(scale=scale)
+        if result.skipped_on_host is not None or result.numbers is None:
+            return StepOutcome(bool(result.skipped_on_host), scale=scale, reading=stats)
+        return StepOutcome(None, [result.numbers[1]], scale, stats)
+    if scaler is None or scale is None:
+        return StepOutcome()
+    hooked = isinstance(optimizer, Optimizer)  # other objects do not run the step hooks
+    if hooked and not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return StepOutcome(not ran, scale=scale)  # the scaler has synced and decided
+    return StepOutcome(None, list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()), scale)
+
+
+# Gradients
 
 
 @dataclass(slots=True)
-class _PendingStep:
-    """A step whose numbers are being copied to the host."""
+class ReadStep:
+    """A step that has ended, and its numbers: those below ``posted`` are known once they have arrived on the host."""
 
     state: TrackedOptimizer
-    row: StepRow
-    posted: AsyncScalars | None
-    read: bool
-    scaled: bool
+    names: Sequence[str]  # of the parameters
+    outcome: StepOutcome
+    reading: GradStats | None  # of the gradients
     losses: list[bool]  # for each, whether it is scaled
-    flags: int
-    names: Sequence[str]
-    reading: GradStats | None
-    sampled: list[_PendingCounts] | None
-    after: list[Callable[[bool], None]] = field(default_factory=list)
+    counts: list[_PendingCounts] | None  # if the step is sampled
+    posted: AsyncScalars | None
+    row: StepRow
+    finite: bool = True  # loss and gradients, as far as they were read
+    sample: LayerSample | None = None
+    bad: tuple[str, ...] = ()  # parameters whose gradients are not finite; empty for an ordinary overflow
+    when_known: list[Callable[[bool], None]] = field(default_factory=list)  # called with whether it was skipped
+
+    def layers(self) -> dict[str, Census]:
+        """Return the census of each parameter. Without ``counts`` this syncs with the device."""
+        if self.reading is None:
+            return {}
+        counts = self.counts
+        if counts is None:
+            counts = [_PendingCounts(part) for part in self.reading.parts if part.counts]
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        found: dict[int, Census] = {}
+        for part in counts:
+            found.update(zip(part.positions, part.fetch(), strict=True))
+        by_parameter = zip(self.reading.parameters, sorted(found), strict=True)
+        return {self.names[parameter]: found[position] for parameter, position in by_parameter}
 
 
 class _PendingCounts:
@@ -67,31 +112,30 @@ class _PendingCounts:
     def __init__(self, part: Any) -> None:
         self._part = part
         self._host: Tensor | None = None
-        self._batch: TensorBatch | None = None
         self.positions: list[int] = part.positions
         if isinstance(part, GpuStats) and part.counted.buffer.is_cuda:
-            buffer, self._batch = part.counted.buffer, part.counted.batch
+            buffer = part.counted.buffer
             self._host = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=True)
             self._host.copy_(buffer, non_blocking=True)  # before the numbers that ``settle`` waits for
 
     def fetch(self) -> list[Census]:
-        if self._host is None or self._batch is None:
+        if self._host is None:
             return list(self._part.fetch())
         from ampwise.numbers.census.launch import read_census  # needs Triton
 
-        return read_census(self._host, self._batch)
+        return read_census(self._host, self._part.counted.batch)
 
 
 class GradientReader:
     """Read gradients before steps, as often as the time allows, and report numbers as they arrive."""
 
-    def __init__(self, callback: Callable[[TrackedOptimizer, StepNumbers], None], every: int | None = None) -> None:
+    def __init__(self, callback: Callable[[ReadStep], None], every: int | None = None) -> None:
         self._callback = callback
         self._began = time.monotonic()
         self._reads = TimeBudget(READING_SHARE, None if every is None else 1)
         self._samples = TimeBudget(SAMPLING_SHARE, every)
         self._readings: dict[int, GradStats] = {}  # by optimizer, before its step
-        self._pending: deque[_PendingStep] = deque()
+        self._pending: deque[ReadStep] = deque()
         self._skips: dict[int, int] = {}  # skipped steps in a row, by optimizer
 
     def ready(self, optimizer: Any, scale: Tensor | None, state: TrackedOptimizer) -> None:
@@ -102,46 +146,48 @@ class GradientReader:
         self._readings.pop(state.index, None)
         if not self._reads.is_due():
             return
-        with self._reads.timed(), torch.no_grad():
-            gradients = None if _is_sharded(optimizer) else collect_gradients(_without_side_effects(optimizer))
-            if gradients is not None and len(gradients):
-                self._readings[state.index] = read_gradients(gradients, scale)
+        began = time.perf_counter()
+        grads = [each.grad for group in optimizer.param_groups for each in group["params"]]
+        # The sum of gradients that are sharded over ranks would need communication.
+        if not any(hasattr(grad, "placements") for grad in grads):
+            if any(grad is not None and (grad.is_sparse or grad.is_conj()) for grad in grads):
+                # Reading would coalesce or resolve these: read copies instead.
+                copies = [grad if grad is None or not grad.is_sparse else grad.coalesce() for grad in grads]
+                copies = [grad if grad is None or not grad.is_conj() else grad.resolve_conj() for grad in copies]
+                params = [SimpleNamespace(grad=grad) for grad in copies]
+                optimizer = SimpleNamespace(param_groups=[{"params": params}])
+            with torch.no_grad():
+                gradients = collect_gradients(optimizer)
+                if len(gradients):
+                    self._readings[state.index] = read_gradients(gradients, scale)
+        self._reads.took(time.perf_counter() - began)
 
-    def step_ended(
-        self,
-        optimizer: Any,
-        state: TrackedOptimizer,
-        names: Sequence[str],
-        outcome: StepOutcome,
-    ) -> None:
+    def step_ended(self, optimizer: Any, state: TrackedOptimizer, names: Sequence[str], outcome: StepOutcome) -> None:
         """Note the end of a step, and start to copy its numbers to the host."""
         mine = self._readings.pop(state.index, None)
         reading = outcome.reading or mine
         home = first_device([optimizer])
         losses = {by: loss for by, loss in state.losses.items() if loss.device == home}
+        lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+        if isinstance(lr, Tensor) and lr.device.type == "cpu":  # reading it from a device would sync
+            lr = float(lr)
         row = StepRow(
             optimizer=state.index,
             step=state.steps + 1,
             seconds=time.monotonic() - self._began,
             skipped=bool(outcome.skipped),
-            lr=_lr(optimizer),
+            lr=float(lr) if isinstance(lr, int | float) else None,
         )
-        sampled = self._sampled(reading)
-        parts = _parts(home, reading, outcome, list(losses.values()))
-        self._pending.append(
-            _PendingStep(
-                state=state,
-                row=row,
-                posted=AsyncScalars(*parts) if parts else None,
-                read=reading is not None,
-                scaled=outcome.scale is not None,
-                losses=list(losses),
-                flags=len(outcome.flags),
-                names=names,
-                reading=reading,
-                sampled=sampled,
-            )
-        )
+        counts = None
+        if reading is not None and self._samples.is_due():
+            counts = [_PendingCounts(part) for part in reading.parts if part.counts]
+        # In the order in which ``_resolve`` reads them.
+        parts = [] if reading is None else [reading.totals(home)]
+        parts += [] if outcome.scale is None else [to_device(outcome.scale.detach(), home).reshape(1)]
+        parts += [to_device(flag.detach(), home).reshape(1) for flag in outcome.flags]
+        parts += [loss.reshape(1) for loss in losses.values()]
+        posted = AsyncScalars(*parts) if parts else None
+        self._pending.append(ReadStep(state, names, outcome, reading, list(losses), counts, posted, row))
         self._reads.step()
         self._samples.step()
         self.settle()
@@ -159,7 +205,7 @@ class GradientReader:
         losses = list(state.losses.values())
         if any(each.device.type != "cpu" for each in losses):
             return None
-        loss = sum(each.item() for each in losses) if losses else None
+        loss = sum([each.item() for each in losses]) if losses else None
         if loss is not None and not math.isfinite(loss):
             return (loss,)
         reading = None if scaled else self._readings.get(state.index)
@@ -173,7 +219,7 @@ class GradientReader:
         """Call back with whether the optimizer's last step was skipped, once that is known."""
         last = next((each for each in reversed(self._pending) if each.state is state), None)
         if last is not None:
-            last.after.append(callback)
+            last.when_known.append(callback)
         else:
             callback(self._skips.get(state.index, 0) > 0)
 
@@ -185,106 +231,90 @@ class GradientReader:
                 return
             self._resolve(self._pending.popleft())
 
-    def _sampled(self, reading: GradStats | None) -> list[_PendingCounts] | None:
-        if reading is None or not self._samples.is_due():
-            return None
-        return [_PendingCounts(part) for part in reading.parts if part.counts]
-
-    def _resolve(self, pending: _PendingStep) -> None:
-        numbers = iter([] if pending.posted is None else pending.posted.read())
-        norm, bad = None, False
-        if pending.read:
+    def _resolve(self, step: ReadStep) -> None:
+        numbers = iter([] if step.posted is None else step.posted.read())
+        norm, bad, index = None, False, step.row.optimizer
+        if step.reading is not None:
             squares, infinities, nans = next(numbers), next(numbers), next(numbers)
             bad = infinities + nans > 0
             norm = math.nan if nans else math.inf if infinities else math.sqrt(squares)
-        scale = next(numbers) if pending.scaled else None
-        flags = [next(numbers) > 0 for _ in range(pending.flags)]
-        skipped = pending.row.skipped or any(flags)
-        losses = [next(numbers) / (scale if by and scale else 1.0) for by in pending.losses]
+        scale = next(numbers) if step.outcome.scale is not None else None
+        flags = [next(numbers) > 0 for _ in step.outcome.flags]
+        skipped = step.row.skipped or any(flags)
+        losses = [next(numbers) / (scale if scaled and scale else 1.0) for scaled in step.losses]
         loss = sum(losses) if losses else None
-        row = replace(pending.row, norm=norm, scale=scale, skipped=skipped, loss=loss)
-        index = pending.state.index
+        row = step.row = replace(step.row, norm=norm, scale=scale, skipped=skipped, loss=loss)
+        step.finite = not bad and row.finite
         self._skips[index] = self._skips.get(index, 0) + 1 if skipped else 0
-        known = StepNumbers(row, finite=not bad and row.finite, serious=self._is_serious(row))
-        if not known.finite and known.serious:
-            known.bad = _bad_parameters(pending)
-        if pending.sampled is None or skipped:
-            self._callback(pending.state, known)
-        else:
-            with self._samples.timed():  # including the callback's work
-                known.sample = _sample(pending, row)
-                self._callback(pending.state, known)
-        if pending.sampled is not None and skipped:
+        if not step.finite:
+            # While the scaler looks for its scale, scaled gradients that overflow are ordinary.
+            unscaled = scale is None or scale <= 1
+            if unscaled or (loss is not None and not math.isfinite(loss)) or self._skips[index] >= PATIENCE:
+                step.bad = tuple([name for name, census in step.layers().items() if not census.finite])
+        began = time.perf_counter()
+        if step.counts is not None and not skipped:
+            step.sample = LayerSample(optimizer=index, first=row.step, last=row.step, scale=scale, layers=step.layers())
+        self._callback(step)
+        if step.sample is not None:
+            self._samples.took(time.perf_counter() - began)  # including the callback's work
+        elif step.counts is not None:
             self._samples.again()  # a skipped step is no sample
-        for callback in pending.after:
+        for callback in step.when_known:
             callback(skipped)
 
-    def _is_serious(self, row: StepRow) -> bool:
-        """Return False for an overflow of scaled gradients while the scaler looks for its scale."""
-        if row.scale is None or row.scale <= 1 or (row.loss is not None and not math.isfinite(row.loss)):
-            return True
-        return self._skips.get(row.optimizer, 0) >= PATIENCE
+
+# Whether updates change BF16 weights
 
 
-def _is_sharded(optimizer: Any) -> bool:
-    """Whether gradients are sharded over ranks: their sum would need communication."""
-    return any(hasattr(each.grad, "placements") for each in parameters_of(optimizer))
+@dataclass(slots=True)
+class WeightComparison:
+    """Some weights before a step."""
+
+    names: list[str]
+    weights: list[Tensor]  # views of the current weights
+    before: list[Tensor]
+    tried: list[Tensor]  # where there was a gradient
+    posted: AsyncScalars | None = None
+
+    def after_step(self) -> None:
+        """Count changed weights, on the device."""
+        with torch.no_grad():
+            moved = [
+                torch.stack([((now != then) & tried).sum(), tried.sum()])
+                for now, then, tried in zip(self.weights, self.before, self.tried, strict=True)
+            ]
+            self.posted = AsyncScalars(torch.stack(moved).float())
+
+    @property
+    def arrived(self) -> bool:
+        return self.posted is not None and self.posted.arrived
+
+    def shares(self) -> dict[str, UpdateCounts]:
+        """Return the counts by parameter. Syncs with the device unless ``arrived``."""
+        assert self.posted is not None
+        numbers = iter(self.posted.read())
+        return {name: UpdateCounts(moved=int(next(numbers)), tried=int(next(numbers))) for name in self.names}
 
 
-def _without_side_effects(optimizer: Any) -> Any:
-    """Return the optimizer, or a stand-in with copies of gradients that reading would coalesce or resolve."""
-    every = parameters_of(optimizer)
-    unusual = [each for each in every if each.grad is not None and (each.grad.is_sparse or each.grad.is_conj())]
-    if not unusual:
-        return optimizer
-    copies = {id(each): SimpleNamespace(grad=_readable(each.grad)) for each in unusual}
-    return SimpleNamespace(param_groups=[{"params": [copies.get(id(each), each) for each in every]}])
-
-
-def _readable(gradient: Tensor) -> Tensor:
-    return gradient.coalesce() if gradient.is_sparse else gradient.resolve_conj()
-
-
-def _parts(
-    home: torch.device,
-    reading: GradStats | None,
-    outcome: StepOutcome,
-    losses: Sequence[Tensor],
-) -> list[Tensor]:
-    """Return the tensors to copy to the host, in the order in which they are read."""
-    parts = [] if reading is None else [reading.totals(home)]
-    parts += [] if outcome.scale is None else [to_device(outcome.scale.detach(), home).reshape(1)]
-    parts += [to_device(flag.detach(), home).reshape(1) for flag in outcome.flags]
-    return parts + [loss.reshape(1) for loss in losses]
-
-
-def _sample(pending: _PendingStep, row: StepRow) -> LayerSample:
-    layers = _layers(pending.reading, pending.sampled or [], pending.names)
-    return LayerSample(optimizer=row.optimizer, first=row.step, last=row.step, scale=row.scale, layers=layers)
-
-
-def _layers(reading: GradStats | None, parts: Sequence[_PendingCounts], names: Sequence[str]) -> dict[str, Census]:
-    assert reading is not None
-    found: dict[int, Census] = {}
-    for part in parts:
-        found.update(zip(part.positions, part.fetch(), strict=True))
-    parameters = reading.parameters
-    positions = sorted(found)
-    return {names[parameter]: found[position] for parameter, position in zip(parameters, positions, strict=True)}
-
-
-def _bad_parameters(pending: _PendingStep) -> tuple[str, ...]:
-    if pending.reading is None:
-        return ()
-    parts = pending.sampled or [_PendingCounts(part) for part in pending.reading.parts if part.counts]
-    if torch.cuda.is_available() and pending.sampled is None:
-        torch.cuda.synchronize()  # a bad step is worth a sync
-    layers = _layers(pending.reading, parts, pending.names)
-    return tuple(name for name, census in layers.items() if not census.finite)
-
-
-def _lr(optimizer: Any) -> float | None:
-    lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
-    if isinstance(lr, Tensor):
-        return float(lr) if lr.device.type == "cpu" else None  # reading it from a device would sync
-    return float(lr) if isinstance(lr, int | float) else None
+def copy_weights(optimizer: Any, names: Sequence[str]) -> WeightComparison | None:
+    """Copy some of an optimizer's BF16 weights. None if none has a gradient, or if it handles small updates itself."""
+    if keeps_small_updates(optimizer):  # e.g. stochastic rounding: a weight may stay the same without a loss
+        return None
+    found = [
+        (name, each.detach(), each.grad)
+        for name, each in zip(names, parameters_of(optimizer), strict=True)
+        if each.dtype == torch.bfloat16
+        and each.grad is not None
+        and each.grad.layout == torch.strided
+        and each.is_contiguous()
+        and each.grad.is_contiguous()
+        and not hasattr(each, "placements")
+    ]
+    chosen = found[:: max(len(found) // COMPARED_TENSORS, 1)][:COMPARED_TENSORS]
+    if not chosen:
+        return None
+    with torch.no_grad():
+        strides = [max(weight.numel() // COMPARED_VALUES, 1) for _, weight, _ in chosen]
+        weights = [weight.view(-1)[::by] for (_, weight, _), by in zip(chosen, strides, strict=True)]
+        tried = [grad.view(-1)[::by] != 0 for (_, _, grad), by in zip(chosen, strides, strict=True)]
+        return WeightComparison([name for name, _, _ in chosen], weights, [each.clone() for each in weights], tried)

@@ -1,18 +1,25 @@
-"""Inspect torch's objects without changing them and without a sync."""
+"""Inspect torch's objects without changing them and without a sync: optimizers, models, saved objects, losses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
+from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 
-from ampwise.watch.tracked_objects import PRECISIONS, PROBES
-
 __all__ = [
+    "HALVES",
+    "PRECISIONS",
+    "LossOrigin",
+    "WeakStates",
     "autocast_precision",
     "device_and_precision",
     "dtype_name",
@@ -22,49 +29,35 @@ __all__ = [
     "has_fsdp1",
     "ids_of_contents",
     "inner_model",
-    "is_on_cpu",
-    "is_plain_torch",
+    "is_capturing",
+    "leaves_of",
+    "mark_scaled",
     "parameters_of",
     "precisions_of",
     "probe",
     "probed_parameters",
+    "read_losses",
     "stage_of",
     "states_in",
     "tensors_in",
     "unwrapped",
 ]
 
+PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+HALVES = ("fp16", "bf16")
+PROBES = 64  # parameters to look at, to see whether an optimizer has got gradients
 MOST_PARTS = 200  # parts of a saved object that are inspected
 DEEPEST = 8  # nesting depth in which tensors are looked for
+MOST_STATES = 256  # objects; above this, entries of deleted objects are removed
+
+MARK = "ampwise.scaled"
+NEAR = 32  # nodes to visit, starting from the loss
+MOST_NODES = 256  # of a graph whose leaves are searched for
+MEAN = 1  # the value of reduction="mean" in torch's loss nodes
+LEAST_MANUAL_SCALE = 64.0  # a smaller factor on a loss is not taken for a loss scale
 
 
-def autocast_precision(device_type: str) -> str | None:
-    """Return autocast's precision; None if it is off."""
-    try:
-        if not torch.is_autocast_enabled(device_type):
-            return None
-        return PRECISIONS.get(torch.get_autocast_dtype(device_type), "other")
-    except RuntimeError:  # a device without autocast
-        return None
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a short name, such as "bf16", "fp8_e4m3fn" or "int64"."""
-    return PRECISIONS.get(dtype) or str(dtype).removeprefix("torch.").replace("float8_", "fp8_")
-
-
-def tensors_in(thing: Any, depth: int = DEEPEST) -> Iterator[Tensor]:
-    """Yield the tensors in a module's inputs or outputs, or in an optimizer's state."""
-    if isinstance(thing, Tensor):
-        yield thing
-    elif depth and isinstance(thing, dict | list | tuple):
-        for each in list(thing.values() if isinstance(thing, dict) else thing):
-            yield from tensors_in(each, depth - 1)
-
-
-def floats_in(thing: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in nested lists, tuples and dicts."""
-    return (tensor for tensor in tensors_in(thing) if tensor.is_floating_point())
+# Optimizers, scalers and saved objects
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -73,6 +66,43 @@ def unwrapped(optimizer: Any) -> Any:
     while isinstance(inner, Optimizer) and inner is not optimizer:
         optimizer, inner = inner, getattr(inner, "optimizer", None)
     return optimizer
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def precisions_of(optimizer: Any) -> tuple[str, ...]:
+    dtypes = {each.dtype for group in optimizer.param_groups for each in group["params"]}
+    return tuple(sorted([PRECISIONS.get(dtype, str(dtype)) for dtype in dtypes]))
+
+
+def eps_of(optimizer: Any) -> float | None:
+    eps = optimizer.param_groups[0].get("eps") if optimizer.param_groups else None
+    return float(eps) if isinstance(eps, int | float) else None
+
+
+def has_fsdp1(optimizer: Any) -> bool:
+    """Whether the optimizer has flat parameters, which only FSDP1 makes."""
+    return any(
+        type(each).__name__ == "FlatParameter" or hasattr(each, "_is_flat_param") or hasattr(each, "_fsdp_flattened")
+        for group in optimizer.param_groups
+        for each in group["params"][:PROBES]
+    )
+
+
+def probed_parameters(optimizer: Any) -> list[Any]:
+    """Return some of an optimizer's parameters: enough to see whether it has got gradients."""
+    found: list[Any] = []
+    for group in optimizer.param_groups:
+        params = group["params"]
+        found += params if len(params) < 2 * PROBES else params[:: len(params) // PROBES]
+    return found
+
+
+def probe(parameters: Iterable[Any]) -> list[Any]:
+    """Return what changes when the parameters get gradients: for each, the identity and version of its gradient."""
+    return [None if (grad := each.grad) is None else (id(grad), grad._version) for each in parameters]
 
 
 def stage_of(scaler: Any, optimizer: Any) -> OptState | None:
@@ -94,6 +124,58 @@ def states_in(thing: Any, depth: int = 5) -> tuple[bool, bool]:
     parts = list(thing.values() if isinstance(thing, dict) else thing)[:MOST_PARTS]
     found = [states_in(part, depth - 1) for part in parts if not isinstance(part, Tensor)]
     return any(one for one, _ in found), any(other for _, other in found)
+
+
+T = TypeVar("T")
+
+
+class WeakStates(Generic[T]):
+    """States of objects by identity. Objects are referenced weakly."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[Any, T]] = {}
+        self.count = 0  # of objects ever added
+
+    def get(self, thing: Any) -> T | None:
+        found = self._by_id.get(id(thing))
+        return found[1] if found is not None and found[0]() is thing else None
+
+    def add(self, thing: Any, state: T) -> T:
+        try:
+            refer: Any = weakref.ref(thing)
+        except TypeError:
+            refer = lambda: thing  # noqa: E731
+        if len(self._by_id) >= MOST_STATES:
+            self._by_id = {key: known for key, known in self._by_id.items() if known[0]() is not None}
+        self._by_id[id(thing)] = (refer, state)
+        self.count += 1
+        return state
+
+    def pairs(self) -> list[tuple[Any, T]]:
+        """Return (object, state) for the objects that are alive."""
+        return [(thing, state) for refer, state in list(self._by_id.values()) if (thing := refer()) is not None]
+
+    def states(self) -> list[T]:
+        """Return the states of all objects, also of deleted ones that are still remembered."""
+        return [state for _, state in self._by_id.values()]
+
+
+# Models and tensors
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured: what happens now is repeated at each replay, unseen."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def autocast_precision(device_type: str) -> str | None:
+    """Return autocast's precision; None if it is off."""
+    try:
+        if not torch.is_autocast_enabled(device_type):
+            return None
+        return PRECISIONS.get(torch.get_autocast_dtype(device_type), "other")
+    except RuntimeError:  # a device without autocast
+        return None
 
 
 def device_and_precision(model: nn.Module) -> tuple[str, str]:
@@ -134,58 +216,151 @@ def ids_of_contents(model: nn.Module) -> tuple[set[int], set[int]]:
     return parameters, modules
 
 
-def parameters_of(optimizer: Any) -> list[Any]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
-
-
-def is_on_cpu(optimizer: Any) -> bool:
-    """Whether all parameters are on the CPU, where reading one needs no sync."""
-    return all(each.device.type == "cpu" for group in optimizer.param_groups for each in group["params"])
-
-
-def probed_parameters(optimizer: Any) -> list[Any]:
-    """Return some of an optimizer's parameters: enough to see whether it has got gradients."""
-    found: list[Any] = []
-    for group in optimizer.param_groups:
-        params = group["params"]
-        found += params if len(params) < 2 * PROBES else params[:: len(params) // PROBES]
-    return found
-
-
-def probe(parameters: Iterable[Any]) -> list[Any]:
-    """Return what changes when the parameters get gradients: for each, the identity and version of its gradient."""
-    return [None if (grad := each.grad) is None else (id(grad), grad._version) for each in parameters]
-
-
-def precisions_of(optimizer: Any) -> tuple[str, ...]:
-    dtypes = {each.dtype for group in optimizer.param_groups for each in group["params"]}
-    return tuple(sorted(PRECISIONS.get(dtype, str(dtype)) for dtype in dtypes))
-
-
-def eps_of(optimizer: Any) -> float | None:
-    eps = optimizer.param_groups[0].get("eps") if optimizer.param_groups else None
-    return float(eps) if isinstance(eps, int | float) else None
-
-
-def is_plain_torch(scaler: Any) -> bool:
-    return type(scaler).__name__ != "ShardedGradScaler" and type(scaler).__module__.startswith("torch")
-
-
-def has_fsdp1(optimizer: Any) -> bool:
-    """Whether the optimizer has flat parameters, which only FSDP1 makes."""
-    return any(
-        type(each).__name__ == "FlatParameter" or hasattr(each, "_is_flat_param") or hasattr(each, "_fsdp_flattened")
-        for group in optimizer.param_groups
-        for each in group["params"][:PROBES]
-    )
-
-
 def inner_model(model: nn.Module) -> nn.Module:
     """Return the model inside of DistributedDataParallel, DataParallel and torch.compile wrappers."""
     while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+        inner: Any = None
+        if "_orig_mod" in model._modules:  # getattr takes long to say no
+            inner = model._modules["_orig_mod"]
+        elif type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
             inner = model.module
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a short name, such as "bf16", "fp8_e4m3fn" or "int64"."""
+    return PRECISIONS.get(dtype) or str(dtype).removeprefix("torch.").replace("float8_", "fp8_")
+
+
+def tensors_in(thing: Any, depth: int = DEEPEST) -> Iterator[Tensor]:
+    """Yield the tensors in a module's inputs or outputs, or in an optimizer's state."""
+    if isinstance(thing, Tensor):
+        yield thing
+    elif depth and isinstance(thing, dict | list | tuple):
+        for each in list(thing.values() if isinstance(thing, dict) else thing):
+            yield from tensors_in(each, depth - 1)
+
+
+def floats_in(thing: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in nested lists, tuples and dicts."""
+    return (tensor for tensor in tensors_in(thing) if tensor.is_floating_point())
+
+
+# How a loss was computed, read from the last nodes of its autograd graph
+
+
+def _nodes(*kinds: str) -> tuple[str, ...]:
+    return tuple([f"{kind}Backward" for kind in kinds])
+
+
+MULTIPLYING = _nodes("Mul")
+AVERAGING = _nodes("Mean")
+ARITHMETIC = _nodes("Mul", "Div", "Add", "Sub", "Neg")
+MOVING = _nodes("ToCopy", "Clone", "View", "Squeeze", "UnsafeView", "Alias", "Reshape", "Unsqueeze")
+REDUCING = _nodes("Mean", "Sum", "Stack", "Cat", "Select", "Index", "Expand", "Permute", "Unbind", "Slice")
+PASSED = ARITHMETIC + MOVING
+SEARCHED = ARITHMETIC + MOVING + REDUCING
+
+
+@dataclass(frozen=True, slots=True)
+class LossOrigin:
+    """Properties of a loss that its graph shows before the backward pass."""
+
+    scaler: Any = None  # weak reference to the GradScaler that scaled it
+    partly: bool = False  # some terms of the loss are scaled, and others are not
+    constant: float | None = None  # a manual loss scale
+    is_mean: bool | None = None  # the loss is the mean over its batch; None: unknown
+
+
+def mark_scaled(outputs: Any, scaler: Any) -> None:
+    """Mark the graph nodes of what ``scaler.scale`` returned."""
+    if isinstance(outputs, Tensor):
+        node: Any = outputs.grad_fn
+        if node is not None:
+            node.metadata[MARK] = weakref.ref(scaler)
+    elif isinstance(outputs, list | tuple):  # an iterator would be consumed
+        for each in outputs:
+            mark_scaled(each, scaler)
+
+
+def read_losses(roots: Sequence[Tensor]) -> LossOrigin:
+    """Read the last operations of the tensors that a backward pass starts from."""
+    every = [_read_loss(root) for root in roots]
+    if len(every) == 1:
+        return every[0]
+    scalers = [each.scaler for each in every if each.scaler is not None]
+    partly = bool(scalers) and (len(scalers) < len(every) or any(each.partly for each in every))
+    return LossOrigin(scaler=scalers[0] if scalers else None, partly=partly)
+
+
+def _read_loss(root: Tensor) -> LossOrigin:
+    # The marks that the loss leads back to, and whether some term of it leads back to none.
+    marks, unmarked, seen = [], False, set[Any]()
+    pending: deque[Any] = deque([root.grad_fn])
+    while pending and len(seen) < NEAR:
+        term = pending.popleft()
+        if term in seen:
+            continue
+        seen.add(term)
+        if MARK in term.metadata:
+            marks.append(term.metadata[MARK])
+        elif term.name().startswith(SEARCHED):
+            pending.extend([before for before, _ in term.next_functions if before is not None])
+        else:
+            unmarked = True
+    # From the loss back, as long as there is one input and only arithmetic and copies.
+    constant, untouched = None, True
+    node: Any = root.grad_fn
+    while True:
+        name, ours = node.name(), MARK in node.metadata
+        if constant is None and not marks and not ours and name.startswith(MULTIPLYING):
+            constant = _manual_scale(node)
+        before = [each for each, _ in node.next_functions if each is not None] if name.startswith(PASSED) else []
+        if len(before) != 1:
+            break
+        untouched &= ours or not name.startswith(ARITHMETIC)
+        node = before[0]
+    is_mean: bool | None = False
+    if untouched:
+        reduction = getattr(node, "_saved_reduction", None)
+        is_mean = name.startswith(AVERAGING) or (None if reduction is None else reduction == MEAN)
+    return LossOrigin(marks[0] if marks else None, bool(marks) and unmarked, constant, is_mean)
+
+
+def _manual_scale(node: Any) -> float | None:
+    """Return the number that a loss was multiplied by; None if there is none, or it is small."""
+    seen: list[float] = []
+
+    def look(other: Tensor) -> Tensor:
+        # torch keeps a Python number as a CPU tensor; reading one on a device would sync.
+        if other.device.type == "cpu" and not other.dim() and not other.requires_grad:
+            with torch.no_grad():
+                seen.append(float(other))
+        return other
+
+    # Unpacking a saved tensor would run a checkpointed forward pass again, or consume what saved-tensor hooks keep.
+    # Registering a pack hook shows the tensor without unpacking it; torch refuses it where there are such hooks.
+    with contextlib.suppress(RuntimeError, AttributeError):
+        node._raw_saved_other.register_hooks(look, lambda other: other)
+    return seen[0] if seen and seen[0] >= LEAST_MANUAL_SCALE else None
+
+
+def leaves_of(roots: Iterable[Tensor]) -> set[int] | None:
+    """Return ids of the leaf tensors that a backward pass reaches; None if the graph is large or not all visible."""
+    leaves = {id(root) for root in roots if root.grad_fn is None}
+    pending: list[Any] = [root.grad_fn for root in roots]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if len(seen) > MOST_NODES or isinstance(node, BackwardCFunction):  # a function of Python may do anything
+            return None
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            leaves.add(id(leaf))
+        pending += [before for before, _ in node.next_functions]
+    return leaves

@@ -36,20 +36,45 @@ class OptimizerMemory:
 
     def take(self, index: int, optimizer: Any, models: Callable[[], Iterable[nn.Module]] = tuple) -> None:
         """Count an optimizer's memory while it has gradients and state. models: those it trains, with frozen parts."""
-        if index not in self._held:
-            # Optimizers that are gone have freed their memory.
-            self._held = {key: held for key, held in self._held.items() if held[0]() is not None}
-            self._held[index] = (ref(optimizer), {})  # set first: if counting fails, it is not tried again
-            self._held[index][1].update(_blocks(index, optimizer))
-            for model in models():
-                self._held[index][1].update(_parts_of(model))
+        if index in self._held:
+            return
+        # Optimizers that are gone have freed their memory.
+        self._held = {key: held for key, held in self._held.items() if held[0]() is not None}
+        blocks: dict[Hashable, TensorBlock] = {}
+        self._held[index] = (ref(optimizer), blocks)  # set first: if counting fails, it is not tried again
+        for each in parameters_of(optimizer):
+            blocks.update(_in_memory(each, "parameters"))
+            if isinstance(each.grad, Tensor):
+                # Keyed by parameter: a gradient may be allocated where a freed one was.
+                blocks.update(_in_memory(each.grad, "gradients", id(each)))
+        for tensor in tensors_in(dict(getattr(optimizer, "state", {}))):
+            blocks.update(_in_memory(tensor, "optimizer", index))
+        for model in models():
+            for parameter in nn.Module.parameters(model):  # a subclass may override it
+                blocks.update(_in_memory(parameter, "parameters"))
+            for buffer in nn.Module.buffers(model):
+                blocks.update(_in_memory(buffer, "buffers"))
 
     def facts(self) -> dict[str, Any]:
         """Return the memory use at the end of a run. Torch's peak counters are not reset."""
         blocks: dict[Hashable, TensorBlock] = {}
         for _, held in self._held.values():
             blocks |= held
-        return memory_facts(blocks.values(), _peaks(), _host_peak())
+        peaks, host_peak = {}, None
+        for index in range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ():
+            with contextlib.suppress(RuntimeError, AssertionError):  # a device that has failed
+                if allocated := torch.cuda.max_memory_allocated(index):  # this process has used it
+                    peaks[f"cuda:{index}"] = {
+                        "peak_allocated": allocated,
+                        "peak_reserved": torch.cuda.max_memory_reserved(index),
+                        "total": torch.cuda.get_device_properties(index).total_memory,
+                    }
+        with contextlib.suppress(ImportError):  # not on Windows
+            import resource
+
+            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            host_peak = most if sys.platform == "darwin" else most * 1024
+        return memory_facts(blocks.values(), peaks, host_peak)
 
     def not_measured(self) -> list[str]:
         return [] if self._held else ["Memory of weights, gradients and optimizer state: no optimizer step was seen."]
@@ -59,44 +84,18 @@ def memory_facts(
     blocks: Collection[TensorBlock], peaks: Mapping[str, Mapping[str, int]], host_peak: int | None
 ) -> dict[str, Any]:
     """Return bytes as plain data. "rest" is the other part of a device's peak, given if all blocks are on it."""
-    found: dict[str, Any] = {kind: _by_dtype(blocks, kind) for kind in KINDS} if blocks else {}
-    found["devices"] = {name: _device(blocks, name, peak) for name, peak in peaks.items()}
-    return found | {"host_peak": host_peak}
-
-
-def _by_dtype(blocks: Collection[TensorBlock], kind: str) -> dict[str, int]:
-    sums: dict[str, int] = {}
+    found: dict[str, Any] = {kind: {} for kind in KINDS} if blocks else {}
     for block in blocks:
-        if block.kind == kind:
-            sums[block.dtype] = sums.get(block.dtype, 0) + block.bytes
-    return sums
-
-
-def _device(blocks: Collection[TensorBlock], name: str, peak: Mapping[str, int]) -> dict[str, int]:
-    here = [block for block in blocks if block.device == name]
-    row = {**peak, **{kind: sum(block.bytes for block in here if block.kind == kind) for kind in KINDS}}
-    rest = peak["peak_allocated"] - sum(block.bytes for block in here)
-    if here and rest >= 0 and all(block.device == name or block.is_counter for block in blocks):
-        row["rest"] = rest
-    return row
-
-
-def _blocks(index: int, optimizer: Any) -> Iterator[tuple[Hashable, TensorBlock]]:
-    parameters = parameters_of(optimizer)
-    for each in parameters:
-        yield from _in_memory(each, "parameters")
-        if isinstance(each.grad, Tensor):
-            # Keyed by parameter: a gradient may be allocated where a freed one was.
-            yield from _in_memory(each.grad, "gradients", id(each))
-    for tensor in tensors_in(dict(getattr(optimizer, "state", {}))):
-        yield from _in_memory(tensor, "optimizer", index)
-
-
-def _parts_of(model: nn.Module) -> Iterator[tuple[Hashable, TensorBlock]]:
-    for parameter in nn.Module.parameters(model):  # a subclass may override it
-        yield from _in_memory(parameter, "parameters")
-    for buffer in nn.Module.buffers(model):
-        yield from _in_memory(buffer, "buffers")
+        found[block.kind][block.dtype] = found[block.kind].get(block.dtype, 0) + block.bytes
+    found["devices"] = {}
+    for name, peak in peaks.items():
+        here = [block for block in blocks if block.device == name]
+        row = {**peak, **{kind: sum(block.bytes for block in here if block.kind == kind) for kind in KINDS}}
+        rest = peak["peak_allocated"] - sum(block.bytes for block in here)
+        if here and rest >= 0 and all(block.device == name or block.is_counter for block in blocks):
+            row["rest"] = rest
+        found["devices"][name] = row
+    return found | {"host_peak": host_peak}
 
 
 def _in_memory(tensor: Tensor, kind: str, owner: int = 0) -> Iterator[tuple[Hashable, TensorBlock]]:
@@ -119,29 +118,3 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout == torch.strided:
         yield tensor
-
-
-def _peaks() -> dict[str, dict[str, int]]:
-    """Return peak memory of the CUDA devices that this process has used."""
-    if not torch.cuda.is_initialized():
-        return {}
-    found = {}
-    for index in range(torch.cuda.device_count()):
-        with contextlib.suppress(RuntimeError, AssertionError):  # a device that has failed
-            if allocated := torch.cuda.max_memory_allocated(index):
-                found[f"cuda:{index}"] = {
-                    "peak_allocated": allocated,
-                    "peak_reserved": torch.cuda.max_memory_reserved(index),
-                    "total": torch.cuda.get_device_properties(index).total_memory,
-                }
-    return found
-
-
-def _host_peak() -> int | None:
-    """Return the peak host memory of this process; None where the system does not count it."""
-    with contextlib.suppress(ImportError):  # not on Windows
-        import resource
-
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
-    return None

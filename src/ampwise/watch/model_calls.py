@@ -6,7 +6,7 @@ gradients of its outputs. Only the generator's state is copied, and nothing sync
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.value_ranges import bytes_of
-from ampwise.train.random_state import capture_random, host_differs
-from ampwise.watch.inspection import first_parameter, floats_in, tensors_in
+from ampwise.train.random_state import HostRandomUse
+from ampwise.watch.inspection import first_parameter, floats_in, is_capturing, tensors_in
 from ampwise.watch.run_events import ForwardCall
 
-__all__ = ["AutocastState", "ModelCall", "ModelCalls", "SkippedCall"]
+__all__ = ["AutocastState", "ModelCall", "ModelCalls"]
 
 MOST = 8  # calls to keep: the last of a step
 MOST_INPUTS = 2**30  # bytes: batches stay in memory a little longer
@@ -30,7 +30,6 @@ MOST_GRADIENTS = 2**27  # bytes: without ampwise these would be freed
 OUTPUTS = 16  # most output tensors of a model
 DEEPEST = 4  # nesting depth of containers that are copied
 CPU = torch.device("cpu")
-WATCHED_FOR_RANDOM = 3  # first calls of a model, in which its use of Python's and numpy's random numbers is noticed
 
 
 class AutocastState(NamedTuple):
@@ -48,16 +47,6 @@ class AutocastState(NamedTuple):
         except RuntimeError:  # a device without autocast
             return None
         return cls(device, enabled, dtype, torch.is_autocast_cache_enabled())
-
-
-class SkippedCall(NamedTuple):
-    """A model call in a skipped step, with what a replay needs."""
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    autocast: AutocastState | None  # None: off
-    random: Tensor | None  # generator state; None: the model draws no random numbers
 
 
 @dataclass(slots=True, eq=False)
@@ -91,12 +80,6 @@ class ModelCall:
     def inputs_unchanged(self) -> bool:
         return all(_version(tensor) == version for tensor, version in self.tensors)
 
-    def drop(self) -> None:
-        """Free all memory: an autograd graph may still refer to this object."""
-        self.dropped = True
-        self.args, self.kwargs, self.tensors, self.random = (), {}, [], {}
-        self.gradients.clear()
-
 
 class ModelCalls:
     """Calls of the current step, and of earlier steps whose result is not known yet."""
@@ -104,17 +87,17 @@ class ModelCalls:
     def __init__(self) -> None:
         self._kept: deque[ModelCall] = deque()
         self._running: ModelCall | None = None
-        self._updates: Counter[int] = Counter()  # by optimizer; counted at the start and at the end of each update
-        self._ignored: set[int] = set()  # optimizers for which no calls are kept
-        self._uses_host_random: set[type] = set()  # classes of models that draw from Python's or numpy's generators
-        self.uses_torch_random: set[type] = set()
-        self._watched_for_random: Counter[type] = Counter()
-        self._random_before: Any = None
+        self.updates: Counter[int] = Counter()  # by optimizer; counted at the start and at the end of each update
+        self.ignored: set[int] = set()  # optimizers for which no calls are kept
+        self._host_random: defaultdict[type, HostRandomUse] = defaultdict(HostRandomUse)  # by class of the model
         self._gradient_bytes = 0
         self.too_large = 0  # bytes of a call's inputs that were not kept
 
     def __iter__(self) -> Iterator[ModelCall]:
         return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
     # Forward and backward
 
@@ -128,37 +111,37 @@ class ModelCalls:
     ) -> None:
         """Note the start of a model's training pass. trains: indices of the optimizers."""
         self._running = None
-        if not trains or self._ignored.issuperset(trains) or _is_replayed_or_captured():
+        if not trains or self.ignored.issuperset(trains) or is_capturing():
             return
+        if torch._C._current_autograd_node() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
+            return  # a recomputation in a backward pass, or a functorch transform
         first = None if event.device == "cpu" else first_parameter(model)
         device = CPU if first is None else first.device
         tensors: list[tuple[Tensor, int]] = []
-        call = ModelCall(
+        self._running = ModelCall(
             model=model,
-            args=tuple(_copied(each, tensors) for each in args),
+            args=tuple([_copied(each, tensors) for each in args]),
             kwargs={key: _copied(each, tensors) for key, each in kwargs.items()},
             tensors=tensors,
             device=device,
             precision=event.precision,
             site=event.site,
             trains=tuple(trains),
-            updates={index: self._updates[index] for index in trains},
+            updates={index: self.updates[index] for index in trains},
             autocast=AutocastState.here(device.type),
-            random=capture_random(device, host=type(model) in self._uses_host_random),
+            random=self._host_random[type(model)].begin(device),
             in_training_mode=model.training,
         )
-        self._watch_random(type(model))
-        self._running = call
 
     def ends(self, output: Any) -> None:
         """Note the end of the pass, and keep it."""
         call, self._running = self._running, None
         if call is None:
             return
-        self._note_random(call)
+        self._host_random[type(call.model)].end(call.random)
         if output is None:  # the pass has failed
             return
-        call.input_bytes = sum(tensor.nbytes for tensor, _ in call.tensors if tensor.layout == torch.strided)
+        call.input_bytes = sum([tensor.nbytes for tensor, _ in call.tensors if tensor.layout == torch.strided])
         if call.input_bytes > MOST_INPUTS:
             self.too_large = call.input_bytes
             return
@@ -167,20 +150,27 @@ class ModelCalls:
                 # On the node, not on the tensor, which the script may modify or save.
                 tensor.grad_fn.register_prehook(partial(self._keep_gradient, call, position, tensor.output_nr))
         self._kept.append(call)
-        self._enforce_limits()
-
-    def adopt(self, passed: SkippedCall, trains: Sequence[int], event: ForwardCall) -> None:
-        """Keep a finished call of a step that was skipped so far."""
-        self.begins(passed.model, passed.args, passed.kwargs, trains, event)
-        call, self._running, self._random_before = self._running, None, None
-        if call is not None:
-            call.autocast = passed.autocast or AutocastState("cpu", enabled=False, dtype=torch.bfloat16, cache=True)
-            call.random |= {} if passed.random is None else {"torch": passed.random}
-            self._kept.append(call)
-
-    def _enforce_limits(self) -> None:
-        while len(self._kept) > MOST or sum(call.input_bytes for call in self._kept) > MOST_INPUTS:
+        while len(self._kept) > MOST or sum([each.input_bytes for each in self._kept]) > MOST_INPUTS:
             self._drop(self._kept[0])
+
+    def adopt(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        autocast: AutocastState | None,
+        random: Tensor,
+        *,
+        trains: Sequence[int],
+        event: ForwardCall,
+    ) -> None:
+        """Keep a finished call of a step that was skipped so far. autocast: None where it was off."""
+        self.begins(model, args, kwargs, trains, event)
+        call, self._running = self._running, None
+        if call is not None:
+            call.autocast = autocast or AutocastState("cpu", enabled=False, dtype=torch.bfloat16, cache=True)
+            call.random["torch"] = random
+            self._kept.append(call)
 
     def _keep_gradient(self, call: ModelCall, position: int, number: int, gradients: Any) -> None:
         """Keep the gradient of an output. gradients: one for each result of the node that made it."""
@@ -194,52 +184,21 @@ class ModelCalls:
         self._gradient_bytes += size
         call.gradients.setdefault(position, []).append(gradient.detach())  # without a graph
 
-    # Python's and numpy's random numbers: getting their states is slow, and few models use them
-
-    def _watch_random(self, kind: type) -> None:
-        self._random_before = None
-        if self._watched_for_random[kind] < WATCHED_FOR_RANDOM and kind not in self._uses_host_random:
-            self._watched_for_random[kind] += 1
-            self._random_before = capture_random(CPU)
-
-    def _note_random(self, call: ModelCall) -> None:
-        if self._random_before is not None:
-            now, kind = capture_random(CPU), type(call.model)
-            if host_differs(now, self._random_before):
-                self._uses_host_random.add(kind)
-            if not torch.equal(now["torch"], call.random["torch"]):
-                self.uses_torch_random.add(kind)
-        self._random_before = None
-
     # Steps
-
-    def update_begins(self, index: int) -> None:
-        """Count the start of an optimizer's update."""
-        self._updates[index] += 1
 
     def step_over(self, index: int, *, ran: bool) -> None:
         """Note the end of a step. ran: weights may have changed."""
         if ran:
-            self._updates[index] += 1  # a second time, for passes within the step
+            self.updates[index] += 1  # a second time, for passes within the step
         for call in self._kept:
             if index in call.trains:
                 call.awaited = True
 
-    def was_skipped(self, index: int) -> None:
-        """Undo the count of a step that changed nothing."""
-        self._updates[index] -= 2
-
     def settled(self, index: int, *, now: bool = False) -> None:
         """Drop the calls of an optimizer's ended step, whose result is known. now: also those of its next step."""
-        for call in [each for each in self._kept if index in each.trains and (now or each.awaited)]:
-            self._drop(call)
-
-    def ignore(self, index: int) -> None:
-        """Keep no more calls for an optimizer."""
-        self._ignored.add(index)
-
-    def is_ignored(self, index: int) -> bool:
-        return index in self._ignored
+        for call in list(self._kept):
+            if index in call.trains and (now or call.awaited):
+                self._drop(call)
 
     def forget(self) -> None:
         """Drop all calls."""
@@ -249,19 +208,16 @@ class ModelCalls:
 
     def is_fresh(self, call: ModelCall) -> bool:
         """Whether the weights are still those that the call ran with."""
-        return all(self._updates[index] == count for index, count in call.updates.items())
+        return all(self.updates[index] == count for index, count in call.updates.items())
 
     def _drop(self, call: ModelCall) -> None:
-        self._gradient_bytes -= sum(bytes_of(each) for many in call.gradients.values() for each in many)
-        call.drop()
+        """Free all memory of a call: an autograd graph may still refer to the object."""
+        for gradient in [each for many in call.gradients.values() for each in many]:
+            self._gradient_bytes -= bytes_of(gradient)
+        call.dropped = True
+        call.args, call.kwargs, call.tensors, call.random = (), {}, [], {}
+        call.gradients.clear()
         self._kept.remove(call)
-
-
-def _is_replayed_or_captured() -> bool:
-    """Whether this is a recomputation in a backward pass, a functorch transform, or a CUDA graph capture."""
-    if torch._C._current_autograd_node() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _copied(thing: Any, tensors: list[tuple[Tensor, int]], depth: int = DEEPEST) -> Any:
@@ -272,7 +228,7 @@ def _copied(thing: Any, tensors: list[tuple[Tensor, int]], depth: int = DEEPEST)
         return kept
     kind = type(thing)
     if depth and kind in (list, tuple):
-        return kind(_copied(each, tensors, depth - 1) for each in thing)
+        return kind([_copied(each, tensors, depth - 1) for each in thing])
     if depth and kind is dict:
         return {key: _copied(each, tensors, depth - 1) for key, each in thing.items()}
     tensors += [(each, _version(each)) for each in tensors_in(thing)]  # an unknown class is kept as it is

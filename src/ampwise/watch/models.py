@@ -1,26 +1,31 @@
-"""The models of a script: which ones an optimizer trains, the names of their parameters, and when they run."""
+"""The models of a script: which ones an optimizer trains, the names of their parameters, and hooks on them."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from threading import get_ident
 from types import FrameType, FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampwise.watch.hooks import ForwardEnds, ForwardStarts, Hook
 from ampwise.watch.inspection import ids_of_contents, inner_model
+from ampwise.watch.model_calls import AutocastState
+from ampwise.watch.overhead import StepSkipper
 from ampwise.watch.patches import Patches
-from ampwise.watch.step_skipper import StepSkipper
+
+if TYPE_CHECKING:
+    from ampwise.watch.watch import Watch
 
 __all__ = [
     "CHANGED_BY_HOOKS",
     "NEVER_HOOKED",
+    "Hook",
     "Models",
     "modules_without",
     "name_without_wrappers",
@@ -46,171 +51,72 @@ WRAPPING = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel
 WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 
 
-class _Found(NamedTuple):
-    """Result of the last search for an optimizer's models."""
-
-    parameters: set[int]  # ids of the optimizer's parameters
-    models: list[weakref.ref[nn.Module]]
-    sharing: list[weakref.ref[nn.Module]]  # all models with some of the parameters
+# Hooks
 
 
-class Models:
-    """Models, found through calls of their ``parameters()``, which optimizers are made from."""
+class Hook:
+    """Hook that calls ``on_call``. Copies of a model share it; a pickled model has a harmless function instead.
 
-    def __init__(
-        self,
-        patches: Patches,
-        begins: Callable[..., None],
-        ends: Callable[..., None],
-        failed: Callable[[Exception], None],
-        skipper: StepSkipper,
-        compiles: Callable[[], None] = lambda: None,
-    ) -> None:
-        # By identity: a module may define __eq__.
-        self._remembered: dict[int, weakref.ref[nn.Module]] = {}
-        self._found: _Found | None = None  # by ``of``, in the current step
-        self._hooked: MutableMapping[nn.Module, list[Any]] = WeakIdKeyDictionary()
-        self._compiled: MutableMapping[nn.Module, None] = WeakIdKeyDictionary()
-        self.has_compiled_functions = False  # these may run any module
-        self._begins = ForwardStarts(begins, failed, skipper)
-        self._ends = ForwardEnds(ends, failed, skipper)
-        self._compiles, self._failed = compiles, failed  # the first is called before something is compiled
-        for name in ("parameters", "named_parameters"):
-            patches.replace(nn.Module, name, self._noting_parameters_call)
-        patches.replace(torch, "compile", self._noting_compile)
-        for owner, name in TAKING_MODELS_APART:
-            patches.replace(owner, name, self._without_hooks)
+    It does nothing while torch.compile traces, or graphs would break. The time it takes is added to ``skipper.spent``.
+    """
 
-    def of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
-        """Return the models of an optimizer's parameters: as few as possible, and innermost ones first."""
-        left = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        if self._found is not None and self._found.parameters == left:
-            return _alive(self._found.models)
-        parameters = left.copy()
-        every = ((model, *ids_of_contents(model)) for model in self._living())
-        parts = [(model, own, len(modules)) for model, own, modules in every if not left.isdisjoint(own)]
-        every_part = parts.copy()
-        found: list[nn.Module] = []
-        while left and parts:
-            best = max(range(len(parts)), key=lambda at: (len(left & parts[at][1]), -parts[at][2]))
-            model, own, _ = parts.pop(best)
-            if not left & own:
-                break
-            found.append(model)
-            left -= own
-        refer = weakref.ref[nn.Module]
-        self._found = _Found(parameters, [refer(each) for each in found], [refer(each[0]) for each in every_part])
-        return found
+    __name__ = "ampwise_hook"
 
-    def forget_found(self) -> None:
-        """Forget the result of ``of``, which is reused within a step only."""
-        self._found = None
+    def __init__(self, on_call: Callable[..., None], failed: Callable[[Exception], None], skipper: StepSkipper) -> None:
+        self._on_call, self._failed, self._skipper = on_call, failed, skipper
 
-    def around(self, model: nn.Module) -> nn.Module:
-        """Return the outermost known model that contains this one, without wrappers: its call is the whole pass."""
-        found, most = model, 0
-        # A model that contains it has its parameters, too: after ``of`` has found it, only these need to be searched.
-        last = self._found
-        is_found = last is not None and any(refer() is model for refer in last.models)
-        for each in map(inner_model, _alive(last.sharing) if last is not None and is_found else self._living()):
-            modules = ids_of_contents(each)[1]
-            if len(modules) > most and id(model) in modules:
-                found, most = each, len(modules)
-        return found
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        skipper = self._skipper
+        try:
+            began = skipper.clock()
+            self._on_call(*args)
+            skipper.spent += skipper.clock() - began
+        except Exception as error:  # must not reach the script
+            self._failed(error)
 
-    def remember(self, model: nn.Module) -> None:
-        """Add a model that was made before the watch."""
-        self._remembered[id(model)] = weakref.ref(model)
-        self._found = None
-        if self.is_compiled(model):
-            self._note_parts(model)
+    def __deepcopy__(self, memo: object) -> Hook:
+        return self
 
-    def remember_function(self, function: FunctionType) -> None:
-        self.has_compiled_functions |= hasattr(function, "_torchdynamo_orig_callable")
-
-    def watch(self, model: nn.Module) -> None:
-        """Put hooks on a model, to notice when it runs."""
-        if model not in self._hooked and not isinstance(model, NEVER_HOOKED):
-            before = model.register_forward_pre_hook(self._begins, with_kwargs=True)
-            # Called even if the forward pass fails, or the pass would count as still running.
-            after = model.register_forward_hook(self._ends, always_call=True)
-            self._hooked[model] = [before, after]
-
-    @property
-    def has_compiled(self) -> bool:
-        return len(self._compiled) > 0
-
-    def is_compiled(self, module: nn.Module) -> bool:
-        """Whether the module is compiled, by itself or as a part of another."""
-        in_place = getattr(module, "_compiled_call_impl", None) is not None
-        return in_place or "_orig_mod" in module._modules or module in self._compiled
-
-    def forget(self) -> None:
-        """Remove all hooks."""
-        for handles in list(self._hooked.values()):
-            for handle in handles:
-                handle.remove()
-        self._hooked.clear()
-
-    def _noting_parameters_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def parameters_called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                known = self._remembered.get(id(module))
-                if known is None or known() is not module:
-                    self._note(module)
-            return original(module, *args, **kwargs)
-
-        return parameters_called
-
-    def _note(self, module: nn.Module) -> None:
-        self._found = None
-        if len(self._remembered) >= MOST:
-            self._remembered = {key: known for key, known in self._remembered.items() if known() is not None}
-        if len(self._remembered) < MOST:
-            self._remembered[id(module)] = weakref.ref(module)
-
-    def _living(self) -> list[nn.Module]:
-        """Return the remembered models that are alive."""
-        return _alive(list(self._remembered.values()))
-
-    def _noting_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def compile(*args: Any, **kwargs: Any) -> Any:
-            try:
-                self._note_compiled(args[0] if args else kwargs.get("model"))
-                self._compiles()
-            except Exception as error:  # must not reach the script
-                self._failed(error)
-            compiled = original(*args, **kwargs)
-            if isinstance(compiled, nn.Module):  # its hooks are outside of the graph
-                self.watch(compiled)
-            return compiled
-
-        return compile
-
-    def _note_compiled(self, thing: Any) -> None:
-        owner = getattr(thing, "__self__", None) if getattr(thing, "__name__", "") == "_call_impl" else thing
-        if isinstance(owner, nn.Module):  # the module, or its ``compile`` method
-            self._note_parts(owner)
-        elif thing is not None:  # None: torch.compile returns a decorator, which calls it again
-            self.has_compiled_functions = True
-
-    def _note_parts(self, model: nn.Module) -> None:
-        for module in model.modules():
-            self._compiled[module] = None
-
-    def _without_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with without_hooks(args):
-                return original(*args, **kwargs)
-
-        return call
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A function of the standard library that takes any arguments and does nothing: loading needs no ampwise.
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-def _alive(references: Iterable[weakref.ref[nn.Module]]) -> list[nn.Module]:
-    return [model for refer in references if (model := refer()) is not None]
+class ForwardStarts(Hook):
+    """Hook before a model's forward pass. In skipped steps it keeps what a replay of the last training call needs.
+
+    All in one function, as it runs at every step. It reads ``skipper.on`` first: a script that compiles skips no steps.
+    """
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        skipper = self._skipper
+        if not skipper.on:
+            return super().__call__(model, args, kwargs)
+        try:
+            if not torch.is_grad_enabled():
+                if skipper.follows_evaluation():
+                    self._on_call(model, args, kwargs)
+            elif skipper.running is None and get_ident() == skipper.thread:
+                skipper.running = model
+                autocast = AutocastState.here("cpu") if torch.is_autocast_enabled("cpu") else None
+                skipper.last_call = (model, args, kwargs, autocast, torch.default_generator.get_state())
+        except Exception as error:
+            self._failed(error)
 
 
-@contextmanager
+class ForwardEnds(Hook):
+    """Hook after a model's forward pass."""
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self._skipper.running is model:
+            self._skipper.running = None
+        else:
+            super().__call__(model, args, output)
+
+
+@contextlib.contextmanager
 def without_hooks(things: Any) -> Iterator[None]:
     """Remove ampwise's hooks from the models among ``things``, and put them back under the same keys.
 
@@ -234,6 +140,162 @@ def without_hooks(things: Any) -> Iterator[None]:
             hooks[key] = hook
 
 
+def _models_in(things: Any, depth: int = 3) -> Iterator[nn.Module]:
+    if isinstance(things, nn.Module):
+        yield things
+    elif depth and isinstance(things, dict | list | tuple):
+        for each in list(things.values() if isinstance(things, dict) else things)[:MOST]:
+            yield from _models_in(each, depth - 1)
+
+
+# Models
+
+
+class _Found(NamedTuple):
+    """Result of the last search for an optimizer's models."""
+
+    parameters: set[int]  # ids of the optimizer's parameters
+    models: list[weakref.ref[nn.Module]]
+    sharing: list[weakref.ref[nn.Module]]  # all models with some of the parameters
+
+
+class Models:
+    """Models, found through calls of their ``parameters()``, which optimizers are made from."""
+
+    def __init__(self, patches: Patches, watch: Watch, skipper: StepSkipper) -> None:
+        # By identity: a module may define __eq__.
+        self._remembered: dict[int, weakref.ref[nn.Module]] = {}
+        self._found: _Found | None = None  # by ``of``, in the current step
+        self._hooked: MutableMapping[nn.Module, list[Any]] = WeakIdKeyDictionary()
+        self._compiled: MutableMapping[nn.Module, None] = WeakIdKeyDictionary()
+        self.has_compiled_functions = False  # these may run any module
+        self._watch = watch
+        self._begins = ForwardStarts(watch.model_begins, watch.failed, skipper)
+        self._ends = ForwardEnds(watch.model_ends, watch.failed, skipper)
+        for name in ("parameters", "named_parameters"):
+            patches.replace(nn.Module, name, self._noting_parameters_call)
+        patches.wrap(torch, "compile", self.compile)
+        for owner, name in TAKING_MODELS_APART:
+            patches.wrap(owner, name, _call_without_hooks)
+
+    def of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+        """Return the models of an optimizer's parameters: as few as possible, and innermost ones first."""
+        left = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if self._found is not None and self._found.parameters == left:
+            return _alive(self._found.models)
+        parameters = left.copy()
+        every = ((model, *ids_of_contents(model)) for model in _alive(self._remembered.values()))
+        parts = [(model, own, len(modules)) for model, own, modules in every if not left.isdisjoint(own)]
+        sharing = [weakref.ref(model) for model, _, _ in parts]
+        found: list[nn.Module] = []
+        while left and parts:
+            best = max(range(len(parts)), key=lambda at: (len(left & parts[at][1]), -parts[at][2]))
+            model, own, _ = parts.pop(best)
+            if not left & own:
+                break
+            found.append(model)
+            left -= own
+        self._found = _Found(parameters, [weakref.ref(model) for model in found], sharing)
+        return found
+
+    def forget_found(self) -> None:
+        """Forget the result of ``of``, which is reused within a step only."""
+        self._found = None
+
+    def around(self, model: nn.Module) -> nn.Module:
+        """Return the outermost known model that contains this one, without wrappers: its call is the whole pass."""
+        # A model that contains it has its parameters, too: after ``of`` has found it, only these need to be searched.
+        last, searched = self._found, self._remembered.values()
+        if last is not None and any(refer() is model for refer in last.models):
+            searched = last.sharing  # type: ignore[assignment]
+        found, most = model, 0
+        for each in map(inner_model, _alive(searched)):
+            modules = ids_of_contents(each)[1]
+            if len(modules) > most and id(model) in modules:
+                found, most = each, len(modules)
+        return found
+
+    def remember(self, thing: nn.Module | FunctionType) -> None:
+        """Add a model or a function that was made before the watch."""
+        if isinstance(thing, FunctionType):
+            self.has_compiled_functions |= hasattr(thing, "_torchdynamo_orig_callable")
+            return
+        self._remembered[id(thing)] = weakref.ref(thing)
+        self._found = None
+        if self.is_compiled(thing):
+            self._note_compiled(thing)
+
+    def watch(self, model: nn.Module) -> None:
+        """Put hooks on a model, to notice when it runs."""
+        if model not in self._hooked and not isinstance(model, NEVER_HOOKED):
+            before = model.register_forward_pre_hook(self._begins, with_kwargs=True)
+            # Called even if the forward pass fails, or the pass would count as still running.
+            after = model.register_forward_hook(self._ends, always_call=True)
+            self._hooked[model] = [before, after]
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether something of the script is compiled."""
+        return self.has_compiled_functions or len(self._compiled) > 0
+
+    def is_compiled(self, module: nn.Module) -> bool:
+        """Whether the module is compiled, by itself or as a part of another."""
+        in_place = getattr(module, "_compiled_call_impl", None) is not None
+        return in_place or "_orig_mod" in module._modules or module in self._compiled
+
+    def _note_compiled(self, model: nn.Module) -> None:
+        for module in model.modules():
+            self._compiled[module] = None
+
+    def forget(self) -> None:
+        """Remove all hooks."""
+        for handle in [each for handles in self._hooked.values() for each in handles]:
+            handle.remove()
+        self._hooked.clear()
+
+    # Wrappers
+
+    def _noting_parameters_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def parameters_called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():  # first, so that torch.compile traces nothing of ours
+                known = self._remembered.get(id(module))
+                if known is None or known() is not module:
+                    self._found = None
+                    if len(self._remembered) >= MOST:
+                        self._remembered = {key: each for key, each in self._remembered.items() if each() is not None}
+                    if len(self._remembered) < MOST:
+                        self._remembered[id(module)] = weakref.ref(module)
+            return original(module, *args, **kwargs)
+
+        return parameters_called
+
+    def compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            thing = args[0] if args else kwargs.get("model")
+            if getattr(thing, "__name__", "") == "_call_impl":  # by a module's ``compile`` method
+                thing = getattr(thing, "__self__", None)
+            if isinstance(thing, nn.Module):
+                self._note_compiled(thing)
+            elif thing is not None:  # None: torch.compile returns a decorator, which calls it again
+                self.has_compiled_functions = True
+            self._watch.before_compile()
+        except Exception as error:  # must not reach the script
+            self._watch.failed(error)
+        compiled = original(*args, **kwargs)
+        if isinstance(compiled, nn.Module):  # its hooks are outside of the graph
+            self.watch(compiled)
+        return compiled
+
+
+def _call_without_hooks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with without_hooks(args):
+        return original(*args, **kwargs)
+
+
+def _alive(references: Iterable[weakref.ref[nn.Module]]) -> list[nn.Module]:
+    return [model for refer in list(references) if (model := refer()) is not None]
+
+
 def outermost_running_module() -> nn.Module | None:
     """Return the outermost module on the call stack, without wrappers."""
     found: nn.Module | None = None
@@ -245,14 +307,6 @@ def outermost_running_module() -> nn.Module | None:
                 found = module
         frame = frame.f_back
     return found
-
-
-def _models_in(things: Any, depth: int = 3) -> Iterator[nn.Module]:
-    if isinstance(things, nn.Module):
-        yield things
-    elif depth and isinstance(things, dict | list | tuple):
-        for each in list(things.values() if isinstance(things, dict) else things)[:MOST]:
-            yield from _models_in(each, depth - 1)
 
 
 def modules_without(model: nn.Module, is_excluded: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:

@@ -38,20 +38,16 @@ class _Parser(argparse.ArgumentParser):
         raise BadInput(f"%%ampwise: {message}. Usage: {HELP}.")
 
 
-def _arguments(line: str) -> argparse.Namespace:
+def load_ipython_extension(shell: Any) -> None:
+    """Register the magic; ``%load_ext ampwise`` calls this."""
     parser = _Parser(prog="%%ampwise", add_help=False, allow_abbrev=False)
     parser.add_argument("-o", "--output")
     parser.add_argument("-f", "--force", action="store_true")
     parser.add_argument("--every", type=int)
     parser.add_argument("--activations", action="store_true")
-    return parser.parse_args(shlex.split(line))
-
-
-def load_ipython_extension(shell: Any) -> None:
-    """Register the magic; ``%load_ext ampwise`` calls this."""
 
     def ampwise(line: str, cell: str) -> None:
-        _run_cell(shell, _arguments(line), cell)
+        _run_cell(shell, parser.parse_args(shlex.split(line)), cell)
 
     ampwise.__doc__ = HELP
     shell.register_magic_function(ampwise, "cell")
@@ -71,18 +67,14 @@ def _run_cell(shell: Any, args: argparse.Namespace, cell: str) -> None:
             if isinstance(failed, Exception):
                 watch.died(failed)
             watch.close("finished" if failed is None else "failed", None, failed)
-        _show(shell, Run.read(folder), kept=args.output is not None)
+        run, kept = Run.read(folder), NOT_KEPT if args.output is None else ""
+        text = run_text(run, colour=wants_colour(sys.stdout), width=WIDTH, not_kept=kept)
+        if "text/html" in shell.display_formatter.active_types:
+            shell.display_pub.publish({"text/html": run_html(run), "text/plain": text}, metadata={})
+        else:  # a terminal
+            write(text, sys.stdout)
     if failed is not None:  # so that "Run All" stops here; with the traceback, for %debug
         raise CellFailed(f"{type(failed).__name__}: {failed}").with_traceback(failed.__traceback__) from failed
-
-
-def _show(shell: Any, run: Run, *, kept: bool) -> None:
-    """Show a summary: as HTML with a text alternative where the shell can, in a terminal as text."""
-    text = run_text(run, colour=wants_colour(sys.stdout), width=WIDTH, not_kept="" if kept else NOT_KEPT)
-    if "text/html" in shell.display_formatter.active_types:
-        shell.display_pub.publish({"text/html": run_html(run), "text/plain": text}, metadata={})
-    else:
-        write(text, sys.stdout)
 
 
 @contextmanager

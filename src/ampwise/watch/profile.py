@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ampwise.watch.matmul_work import PRECISIONS, OperatorCall, is_matmul, matmul_of
 from ampwise.watch.time_use import ProfiledMatmul
 
-__all__ = ["KINDS", "OURS", "DeviceKernel", "HostOp", "Profile", "read"]
+__all__ = [
+    "BYTES",
+    "KINDS",
+    "OURS",
+    "PRECISIONS",
+    "DeviceKernel",
+    "HostOp",
+    "OperatorCall",
+    "Profile",
+    "is_matmul",
+    "matmul_of",
+    "read",
+]
 
 OURS = "ampwise"  # the range around ampwise's own work, which is left out
 KINDS = ("matrix", "casts", "normalisation", "elementwise", "optimizer", "other")
@@ -28,6 +40,115 @@ ELEMENTWISE = re.compile(
 COMPILED = re.compile(r"^triton_(poi|per|red|tem|for)_fused_(\w+?)_\d+(_kernel)?$")
 # Operators with matmuls inside that the profiler does not show.
 CLOSED = ("aten::_cudnn_rnn", "aten::mkldnn_rnn_layer", "aten::_thnn_fused_lstm_cell", "flash_attn::", "xformers::")
+
+PRECISIONS = {
+    "double": "fp64",
+    "float": "fp32",
+    "c10::BFloat16": "bf16",
+    "c10::Half": "fp16",
+    "c10::Float8_e4m3fn": "fp8",
+    "c10::Float8_e5m2": "fp8",
+    "c10::Float8_e4m3fnuz": "fp8",
+    "c10::Float8_e5m2fnuz": "fp8",
+}
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+WORD = 16  # bytes that tensor cores load at once
+# Operator, and the position of the first of its two matrices among the arguments.
+GEMMS = {
+    "aten::mm": 0,
+    "aten::bmm": 0,
+    "aten::addmm": 1,
+    "aten::baddbmm": 1,
+    "aten::_addmm_activation": 1,
+    "aten::_scaled_mm": 0,
+}
+CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
+ATTENTION = "aten::_scaled_dot_product_"
+AS_PRODUCTS = "aten::_scaled_dot_product_attention_math"  # attention that calls the matmuls above
+
+
+# Matmuls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCall:
+    """An operator's call: for each argument its shape, strides, dtype and, if it is not a tensor, its value."""
+
+    name: str
+    shapes: Sequence[Sequence[int]] = ()
+    strides: Sequence[Sequence[int]] | None = None  # None: this torch does not record them
+    formats: Sequence[str] = ()
+    values: Sequence[Any] | None = None
+
+
+@lru_cache(maxsize=1024)
+def is_matmul(name: str) -> bool:
+    """Whether the operator is one whose FLOPs are counted here."""
+    return name in GEMMS or name in CONVOLUTIONS or (name.startswith(ATTENTION) and not name.startswith(AS_PRODUCTS))
+
+
+def matmul_of(call: OperatorCall) -> ProfiledMatmul | None:
+    """Return FLOPs, precision and alignment of what the call computed; None if its arguments do not show it."""
+    backward = call.name.endswith("_backward")  # then the first argument is a gradient
+    first = GEMMS.get(call.name, int(backward))  # position of the first matrix
+    try:
+        if call.name in GEMMS:
+            shape, flops, starts = _gemm(call, first)
+        elif call.name in CONVOLUTIONS:
+            shape, flops, starts = _convolution(call, first)
+        else:
+            query, key, value = call.shapes[first : first + 3]
+            batch, heads, queries, width = query
+            scores, weighted = (2 * batch * heads * queries * key[2] * size for size in (width, value[3]))
+            # Backward: the scores are recomputed, and there are two matmuls each for scores and values.
+            flops = 3 * scores + 2 * weighted if backward else scores + weighted
+            shape, starts = f"{_size(query)}, {_size(key)}", [width, value[3]]
+        precision = PRECISIONS[call.formats[first]]
+    except (IndexError, KeyError, TypeError, ValueError):
+        return None  # unexpected shapes: a nested tensor, an argument left out
+    aligned = all(start % (WORD // BYTES[precision]) == 0 for start in starts)
+    name = call.name.removeprefix("aten::")
+    return ProfiledMatmul(op=name, shape=shape, precision=precision, flops=float(flops), aligned=aligned)
+
+
+def _gemm(call: OperatorCall, first: int) -> tuple[str, int, list[int]]:
+    """Return the shape as text, the FLOPs, and numbers of elements between starts of rows."""
+    left, right = call.shapes[first : first + 2]
+    # The result is stored by rows, whatever its inputs are; forward and backward together show each size of a layer.
+    starts = [right[-1]]
+    if call.strides is not None:
+        for matrix, (*_, by_rows, by_columns) in zip((left, right), call.strides[first : first + 2], strict=True):
+            rows, columns = matrix[-2:]
+            if rows != 1 and columns != 1:  # a single row or column has no stride
+                starts.append(by_rows if by_columns == 1 else by_columns)  # or from column to column
+    return f"{_size(left)} @ {_size(right)}", 2 * math.prod(left) * right[-1], starts
+
+
+def _convolution(call: OperatorCall, first: int) -> tuple[str, int, list[int]]:
+    taken, weight = call.shapes[first : first + 2]
+    values = call.values or ()
+    *settings, transposed = values[first + 3 : first + 7]
+    times = 1
+    if first:  # backward
+        positions = math.prod((taken if transposed else call.shapes[0])[2:])
+        times = sum(map(bool, values[10][:2]))  # gradients wanted
+    elif transposed:
+        positions = math.prod(taken[2:])
+    else:
+        stride, padding, dilation = ([*given] * (len(taken) - 2 if len(given) == 1 else 1) for given in settings)
+        positions = math.prod(
+            (size + 2 * pad - wide * (kernel - 1) - 1) // step + 1
+            for size, kernel, step, pad, wide in zip(taken[2:], weight[2:], stride, padding, dilation, strict=False)
+        )
+    flops = 2 * taken[0] * positions * math.prod(weight) * times
+    return f"{_size(taken)} * {_size(weight)}", flops, [taken[1], weight[0]]
+
+
+def _size(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape))
+
+
+# A whole profile
 
 
 class HostOp(NamedTuple):  # not a dataclass, since a step has thousands
@@ -80,12 +201,28 @@ def read(ops: Iterable[HostOp], kernels: Sequence[DeviceKernel]) -> Profile:
     for node in nodes:
         node.ours = node.op.call.name == OURS or (node.parent is not None and node.parent.ours)
         node.kind = _kind(node)
-    counted, uncounted = _products([node for node in nodes if not node.ours])
-    return Profile(
-        products=_summed(counted),
-        seconds=_seconds(nodes, kernels),
-        unknown=tuple(_unknown(nodes, kernels, counted, uncounted)),
-    )
+    theirs = [node for node in nodes if not node.ours]
+    counted, uncounted = _products(theirs)
+    spent = dict.fromkeys(KINDS, 0)
+    if kernels:
+        by_id = {node.op.id: node for node in nodes}
+        for kernel in kernels:
+            launcher = by_id.get(kernel.launched_by)
+            if launcher is None or not launcher.ours:
+                kind = "other" if launcher is None else launcher.kind
+                spent[_kind_of_compiled(kernel.name) if kind == "other" else kind] += kernel.duration
+    else:
+        for node in theirs:
+            spent[node.kind] += max(node.op.end - node.op.start - node.inside, 0)
+    unknown = [f"the FLOPs of {name}: its inputs are not plain matrices" for name in sorted(uncounted)]
+    closed = {node.op.call.name for node in theirs if node.op.call.name.startswith(CLOSED)}
+    unknown += [f"matmuls inside {name}: torch profiles it as one operator" for name in sorted(closed)]
+    if any(_kind_of_compiled(kernel.name) == "matrix" for kernel in kernels):
+        unknown.append("the FLOPs of matmuls that torch.compile wrote as Triton kernels")
+    if kernels and not counted and not any(node.kind == "matrix" for node in nodes):
+        unknown.append("matmuls: the device ran kernels and no operator was called (a replayed CUDA graph)")
+    seconds = {kind: nanoseconds / 1e9 for kind, nanoseconds in spent.items() if nanoseconds}
+    return Profile(products=_summed(counted), seconds=seconds, unknown=tuple(unknown))
 
 
 def _nested(ops: Iterable[HostOp]) -> list[_Node]:
@@ -106,15 +243,20 @@ def _nested(ops: Iterable[HostOp]) -> list[_Node]:
 
 
 def _kind(node: _Node) -> str:
-    parent = "other" if node.parent is None else node.parent.kind
-    name = node.op.call.name
-    if parent == "optimizer" or name.startswith(OPTIMIZER):
+    parent, call = "other" if node.parent is None else node.parent.kind, node.op.call
+    if parent == "optimizer" or call.name.startswith(OPTIMIZER):
         return "optimizer"
-    if parent == "casts" or _is_cast(node.op.call):
+    # A cast copies a tensor from one floating-point format to another; scalars do not count.
+    if parent == "casts" or (
+        call.name == "aten::copy_"
+        and bool(call.shapes and call.shapes[0])
+        and len(set(call.formats[:2])) == 2
+        and all(format in PRECISIONS for format in call.formats[:2])
+    ):
         return "casts"
     if parent in ("matrix", "normalisation"):
         return parent
-    own = _kind_by_name(name)
+    own = _kind_by_name(call.name)
     return parent if own == "other" else own
 
 
@@ -122,11 +264,11 @@ def _kind(node: _Node) -> str:
 def _kind_by_name(name: str) -> str:
     if is_matmul(name):
         return "matrix"
-    if name.startswith("aten::"):
-        if NORMALISATION.search(name):
-            return "normalisation"
-        return "elementwise" if ELEMENTWISE.match(name) else "other"
-    return _kind_of_compiled(name)
+    if not name.startswith("aten::"):
+        return _kind_of_compiled(name)
+    if NORMALISATION.search(name):
+        return "normalisation"
+    return "elementwise" if ELEMENTWISE.match(name) else "other"
 
 
 def _kind_of_compiled(name: str) -> str:
@@ -141,22 +283,15 @@ def _kind_of_compiled(name: str) -> str:
     return "normalisation" if NORMALISATION.search(fused) else "elementwise"
 
 
-def _is_cast(call: OperatorCall) -> bool:
-    """Whether the call copies a tensor from one floating-point format to another; scalars do not count."""
-    if call.name != "aten::copy_" or not call.shapes or not call.shapes[0]:
-        return False
-    formats = call.formats[:2]
-    return len(set(formats)) == 2 and all(format in PRECISIONS for format in formats)
-
-
 def _products(nodes: Iterable[_Node]) -> tuple[list[ProfiledMatmul], set[str]]:
     """Return each matmul once, and the names of the operators whose FLOPs are unknown."""
     calls: dict[int, OperatorCall] = {}
     for node in nodes:
-        call = node.op.call
+        call, outer = node.op.call, node.parent
         if not is_matmul(call.name):
             continue
-        outer = _product_around(node)
+        while outer is not None and not is_matmul(outer.op.call.name):
+            outer = outer.parent
         if outer is None:
             calls[id(node)] = call
         elif outer.op.call.name == call.name and id(outer) in calls:
@@ -166,46 +301,6 @@ def _products(nodes: Iterable[_Node]) -> tuple[list[ProfiledMatmul], set[str]]:
         # Otherwise it is part of the outer one: a convolution computed as a matmul.
     known = [(call.name, matmul_of(call)) for call in calls.values()]
     return [made for _, made in known if made is not None], {name for name, made in known if made is None}
-
-
-def _product_around(node: _Node) -> _Node | None:
-    above = node.parent
-    while above is not None and not is_matmul(above.op.call.name):
-        above = above.parent
-    return above
-
-
-def _seconds(nodes: Sequence[_Node], kernels: Sequence[DeviceKernel]) -> dict[str, float]:
-    spent = dict.fromkeys(KINDS, 0)
-    if kernels:
-        by_id = {node.op.id: node for node in nodes}
-        for kernel in kernels:
-            node = by_id.get(kernel.launched_by)
-            if node is not None and node.ours:
-                continue
-            kind = "other" if node is None else node.kind
-            spent[_kind_of_compiled(kernel.name) if kind == "other" else kind] += kernel.duration
-    else:
-        for node in nodes:
-            if not node.ours:
-                spent[node.kind] += max(node.op.end - node.op.start - node.inside, 0)
-    return {kind: nanoseconds / 1e9 for kind, nanoseconds in spent.items() if nanoseconds}
-
-
-def _unknown(
-    nodes: Sequence[_Node], kernels: Sequence[DeviceKernel], counted: Sequence[ProfiledMatmul], uncounted: Iterable[str]
-) -> Iterator[str]:
-    for name in sorted(uncounted):
-        yield f"the FLOPs of {name}: its inputs are not plain matrices"
-    names = {node.op.call.name for node in nodes if not node.ours}
-    for name in sorted(name for name in names if name.startswith(CLOSED)):
-        yield f"matmuls inside {name}: torch profiles it as one operator"
-    if any(_kind_of_compiled(kernel.name) == "matrix" for kernel in kernels):
-        yield "the FLOPs of matmuls that torch.compile wrote as Triton kernels"
-    if kernels and not counted and not any(node.kind == "matrix" for node in nodes):
-        yield "matmuls: the device ran kernels and no operator was called (a replayed CUDA graph)"
-    if any(made.aligned is None for made in counted):
-        yield "alignment: this torch's profiler does not record strides"
 
 
 def _summed(products: Iterable[ProfiledMatmul]) -> tuple[ProfiledMatmul, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
@@ -9,17 +10,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
 from torch.autograd import profiler as torch_profiler
 
-from ampwise.watch.forks import end_without_destructors
-from ampwise.watch.matmul_work import OperatorCall, is_matmul
 from ampwise.watch.patches import Patches
-from ampwise.watch.profile import DeviceKernel, HostOp, Profile, read
+from ampwise.watch.profile import DeviceKernel, HostOp, OperatorCall, Profile, is_matmul, read
 
 __all__ = ["Profiler", "profile_of"]
 
@@ -53,8 +51,8 @@ class Profiler:
         for kind in (torch_profiler.profile, torch_profiler.emit_nvtx, torch_profiler.emit_itt):
             for name in ("__enter__", "_prepare_trace", "_start_trace"):
                 if name in vars(kind):
-                    patches.replace(kind, name, self._yield_to_script)
-            patches.replace(kind, "__exit__", self._note_end)
+                    patches.wrap(kind, name, self.script_profiler_starts)
+            patches.wrap(kind, "__exit__", self.script_profiler_ends)
 
     @property
     def is_on(self) -> bool:
@@ -71,23 +69,15 @@ class Profiler:
         on_device = torch.cuda.is_initialized() and "NSYS_PROFILING_SESSION_ID" not in os.environ
         ours = torch_profiler.profile(use_device="cuda" if on_device else None, record_shapes=True, use_kineto=True)
         self._started = True
-        with self._ours(), _quiet():
-            try:
-                ours.__enter__()
-            except Exception:
-                _switch_off()
-                raise
+        with self._switching():
+            ours.__enter__()
         self._on, self._thread, self.given_up = ours, threading.get_ident(), False
 
     def stop(self) -> Any:
         """Stop, and return what torch has recorded. Syncs with the device."""
         ours, self._on = self._on, None
-        with self._ours(), _quiet():
-            try:
-                ours.__exit__(None, None, None)
-            except Exception:
-                _switch_off()
-                raise
+        with self._switching():
+            ours.__exit__(None, None, None)
         return ours.kineto_results
 
     def give_up(self) -> None:
@@ -97,66 +87,58 @@ class Profiler:
             self.stop()
 
     def forked(self) -> None:
-        """Clean up in a forked child, which has the library's state but none of its threads."""
+        """Clean up in a forked child, which has the library's state but none of its threads.
+
+        The profiler's library keeps a thread, and its destructor would wait for it forever. So the child skips the
+        destructors of C++ libraries when it exits. C's buffers are still flushed, and the exit status stays the same.
+        """
         self._on = None
-        if self._started:
-            end_without_destructors()
+        libc = ctypes.CDLL(None)
+        if self._started and hasattr(libc, "on_exit"):  # glibc has it; it passes the exit status to the handler
+            libc.on_exit(libc._exit, None)  # handlers run in reverse order
+            libc["__cxa_atexit"](libc.fflush, None, None)  # as an attribute, Python would mangle the name
 
     @contextmanager
-    def _ours(self) -> Iterator[None]:
+    def _switching(self) -> Iterator[None]:
+        """Context in which ampwise's own profiler starts or stops; what its library prints then is dropped."""
+        before = {name: os.environ.get(name) for name in WITHOUT_TEARDOWN}
+        os.environ.update(WITHOUT_TEARDOWN)
         self._starting = True
         try:
-            yield
+            with _REDIRECTING, _stderr_filtered():
+                yield
+        except Exception:
+            if torch._C._autograd._profiler_enabled():
+                torch._C._autograd._disable_profiler()
+            torch_profiler._run_on_profiler_stop()
+            raise
         finally:
             self._starting = False
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
-    def _yield_to_script(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def begin(theirs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._starting and getattr(theirs, "enabled", True):
-                self._theirs.add(id(theirs))
-                try:
-                    self.give_up()
-                except Exception:
-                    self._on = None  # if something is wrong, the script's profiler will raise it
-            return original(theirs, *args, **kwargs)
-
-        return begin
-
-    def _note_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def end(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    def script_profiler_starts(self, begin: Callable[..., Any], theirs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._starting and getattr(theirs, "enabled", True):
+            self._theirs.add(id(theirs))
             try:
-                return original(theirs, *args, **kwargs)
-            finally:
-                self._theirs.discard(id(theirs))
+                self.give_up()
+            except Exception:
+                self._on = None  # if something is wrong, the script's profiler will raise it
+        return begin(theirs, *args, **kwargs)
 
-        return end
-
-
-def _switch_off() -> None:
-    """Disable the profiler after its start or stop has failed."""
-    if torch._C._autograd._profiler_enabled():
-        torch._C._autograd._disable_profiler()
-    torch_profiler._run_on_profiler_stop()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Drop what the profiler's library prints; other output to stderr is written afterwards."""
-    before = {name: os.environ.get(name) for name in WITHOUT_TEARDOWN}
-    os.environ.update(WITHOUT_TEARDOWN)
-    try:
-        with _REDIRECTING, _stderr_filtered():
-            yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    def script_profiler_ends(self, end: Callable[..., Any], theirs: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return end(theirs, *args, **kwargs)
+        finally:
+            self._theirs.discard(id(theirs))
 
 
 @contextmanager
 def _stderr_filtered() -> Iterator[None]:
+    """Drop what the profiler's library prints; other output to stderr is written afterwards."""
     try:
         real = os.dup(STDERR)
     except OSError:  # stderr is closed
@@ -189,32 +171,22 @@ def profile_of(result: Any) -> Profile:
     ops: list[HostOp] = []
     kernels: list[DeviceKernel] = []
     for event in result.events():
-        start, duration = event.start_ns(), event.duration_ns()
+        name, start, duration = event.name(), event.start_ns(), event.duration_ns()
         if event.device_type() != DeviceType.CPU:
             if not event.is_user_annotation():  # copies of the host's ranges
-                launched_by = event.linked_correlation_id()
-                kernels.append(DeviceKernel(name=event.name(), duration=duration, launched_by=launched_by))
+                kernels.append(DeviceKernel(name, duration, launched_by=event.linked_correlation_id()))
         elif not event.is_async():
-            thread, number = event.start_thread_id(), event.correlation_id()
-            ops.append(HostOp(call=_call(event), start=start, end=start + duration, thread=thread, id=number))
+            if is_matmul(name) or name == "aten::copy_":
+                strides = getattr(event, "structured_input_strides", None)  # missing in some versions of torch
+                values = getattr(event, "concrete_inputs", None)
+                call = OperatorCall(
+                    name=name,
+                    shapes=event.shapes(),
+                    strides=None if strides is None else strides(),
+                    formats=event.dtypes(),
+                    values=None if values is None else values(),
+                )
+            else:
+                call = OperatorCall(name=name)  # most calls need only the name, and the rest is slow to get
+            ops.append(HostOp(call, start, start + duration, event.start_thread_id(), event.correlation_id()))
     return read(ops, kernels)
-
-
-@lru_cache(maxsize=1024)
-def _named(name: str) -> OperatorCall:
-    return OperatorCall(name=name)
-
-
-def _call(event: Any) -> OperatorCall:
-    name = event.name()
-    if not (is_matmul(name) or name == "aten::copy_"):
-        return _named(name)  # most calls need only the name, and other attributes are slow to get
-    strides = getattr(event, "structured_input_strides", None)  # missing in some versions of torch
-    values = getattr(event, "concrete_inputs", None)
-    return OperatorCall(
-        name=name,
-        shapes=event.shapes(),
-        strides=None if strides is None else strides(),
-        formats=event.dtypes(),
-        values=None if values is None else values(),
-    )

@@ -8,6 +8,7 @@ counted a million times.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ampwise.finding.call_site import CallSite
@@ -182,12 +183,10 @@ class RunEvents:
     """Records of a whole run, complete at its end."""
 
     steps: int = 0  # of all optimizers
-    forwards: dict[ForwardCall, int] = field(default_factory=dict)
+    forwards: Counter[ForwardCall] = field(default_factory=Counter)
     scalers: list[ScalerCreated] = field(default_factory=list)
     unused_scalers: list[ScalerCreated] = field(default_factory=list)
-    saves: dict[CheckpointSaved, int] = field(default_factory=dict)
-    dropped: dict[CallSite, int] = field(
-        default_factory=dict
-    )  # steps before which zero_grad discarded unused gradients
+    saves: Counter[CheckpointSaved] = field(default_factory=Counter)
+    dropped: Counter[CallSite] = field(default_factory=Counter)  # steps before which zero_grad dropped unused gradients
     scales_by_rank: dict[int, dict[int, float]] = field(default_factory=dict)  # rank: {step: scale}
     bf16_emulated_on: str | None = None  # name of the device, if BF16 was used and is emulated

@@ -11,19 +11,20 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from ampwise.errors import BadInput
-from ampwise.finding.terminal import printable
+from ampwise.finding.terminal import printable, say
 from ampwise.watch.patches import INTERNAL
 
-__all__ = ["ScriptExit", "ScriptToRun", "when_imported"]
+__all__ = ["ScriptExit", "ScriptToRun", "is_launcher", "launch", "when_imported"]
 
 PYTHONS = ("python", "python3")
+LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
 
@@ -63,7 +64,7 @@ class ScriptToRun:
     def run(self) -> ScriptExit:
         """Run the script in this process, and return how it ended. Exceptions are shown as Python would show them."""
         try:
-            code, attributes, first_path = self._module() if self.is_module else self._file()
+            code, attributes, first_path = self._load_module() if self.is_module else self._load_file()
             main = ModuleType("__main__")
             vars(main).update({"__builtins__": builtins, **attributes})
             sys.argv = [str(attributes["__file__"]) if self.is_module else self.name, *self.args]
@@ -80,18 +81,28 @@ class ScriptToRun:
             return ScriptExit("failed", 1, error)
         return ScriptExit("finished", 0)
 
-    def _file(self) -> tuple[CodeType, dict[str, Any], str]:
+    def _load_file(self) -> tuple[CodeType, dict[str, Any], str]:
+        """Return code, attributes of ``__main__``, and the first entry of the search path."""
         path = Path(self.name).absolute()
-        if path.is_dir():
-            return _compiled(path / "__main__.py"), {"__file__": str(path / "__main__.py"), "__spec__": None}, str(path)
-        # A link is resolved for the search path, as in Python.
-        return _compiled(path), {"__file__": str(path), "__spec__": None}, str(path.resolve().parent)
+        folder = path if path.is_dir() else path.resolve().parent  # a link is resolved, as in Python
+        path = path / "__main__.py" if path.is_dir() else path
+        data = path.read_bytes()
+        try:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+            data.decode(encoding)
+        except (SyntaxError, UnicodeDecodeError):
+            raise SyntaxError(printable(f"{path} is not Python source: it is not UTF-8 text")) from None
+        except LookupError as error:
+            raise SyntaxError(printable(f"{path}: {error}")) from None
+        # Unchanged, and with its own name: tracebacks and pickles are then those of a plain run.
+        code = compile(data, str(path), "exec", dont_inherit=True)
+        return code, {"__file__": str(path), "__spec__": None}, str(folder)
 
-    def _module(self) -> tuple[CodeType, dict[str, Any], str]:
+    def _load_module(self) -> tuple[CodeType, dict[str, Any], str]:
         sys.path[0] = str(Path.cwd())
-        spec = _spec_of(self.name)
+        spec = _find_spec(self.name)
         if spec is not None and spec.submodule_search_locations is not None:
-            spec = _spec_of(f"{self.name}.__main__")
+            spec = _find_spec(f"{self.name}.__main__")
         if spec is None or spec.loader is None:
             raise ImportError(printable(f"No module named {self.name}, or it cannot be run."))
         code = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
@@ -105,27 +116,15 @@ class ScriptToRun:
         return code, attributes, str(Path.cwd())
 
 
-def _spec_of(name: str) -> ModuleSpec | None:
+def _find_spec(name: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError:
         return None
 
 
-def _compiled(path: Path) -> CodeType:
-    data = path.read_bytes()
-    try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-        data.decode(encoding)
-    except (SyntaxError, UnicodeDecodeError):
-        raise SyntaxError(printable(f"{path} is not Python source: it is not UTF-8 text")) from None
-    except LookupError as error:
-        raise SyntaxError(printable(f"{path}: {error}")) from None
-    # Unchanged, and with its own name: tracebacks and pickles are then those of a plain run.
-    return compile(data, str(path), "exec", dont_inherit=True)
-
-
 def _exit_code(code: Any) -> int:
+    """Return the exit code of ``sys.exit(code)``; what is not a number is printed, as Python does."""
     if code is None:
         return 0
     if isinstance(code, int):
@@ -133,17 +132,23 @@ def _exit_code(code: Any) -> int:
     words = ""
     with suppress(Exception):
         words = str(code)
-    stream = sys.stderr
-    with suppress(Exception):  # it may be closed, or None
-        stream.write(f"{words}\n")
+    with suppress(Exception):  # the stream may be closed, or None
+        sys.stderr.write(f"{words}\n")
     return 1
 
 
 def _show_traceback(error: BaseException) -> None:
-    """Print the traceback, starting at the script's first frame."""
+    """Print the traceback without the frames of this file and of wrappers around torch's functions."""
     seen: BaseException | None = error
     while seen is not None:
-        seen.__traceback__ = _without_ours(seen.__traceback__)
+        frames, trace = [], seen.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename not in (__file__, INTERNAL):
+                frames.append(trace)
+            trace = trace.tb_next
+        for each in reversed(frames):
+            trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+        seen.__traceback__ = trace
         seen = seen.__cause__ or seen.__context__
     try:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -151,36 +156,42 @@ def _show_traceback(error: BaseException) -> None:
         traceback.print_exception(error)
 
 
-def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Remove the frames of this file and of wrappers around torch's functions from a traceback."""
-    frames = []
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename not in (__file__, INTERNAL):
-            frames.append(trace)
-        trace = trace.tb_next
-    rest: TracebackType | None = None
-    for each in reversed(frames):
-        rest = TracebackType(rest, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return rest
+# torchrun
 
 
-class _NotifyingLoader(Loader):
-    """Loader that wraps a module's own loader, and calls back after the import."""
-
-    def __init__(self, loader: Any, on_import: Callable[[], None]) -> None:
-        self._loader, self._on_import = loader, on_import
-
-    def create_module(self, spec: ModuleSpec) -> Any:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._on_import()
+def is_launcher(script: ScriptToRun) -> bool:
+    """Whether the script is torchrun."""
+    return script.name in LAUNCHERS if script.is_module else Path(script.name).name == "torchrun"
 
 
-class _NotifyingFinder(MetaPathFinder):
+def launch(script: ScriptToRun, folder: Path, options: list[str]) -> ScriptExit:
+    """Start the processes as torchrun would, each of them watched, with its own part of the record."""
+    from torch.distributed import run as torchrun
+
+    args = torchrun.get_args_parser().parse_args(list(script.args))
+    if args.no_python:
+        say("ampwise: warning: processes that torchrun --no-python starts are not watched")
+    else:
+        words = ["run", "--part", "-o", str(folder), *options, *(["-m"] if args.module else [])]
+        args.training_script_args = [*words, args.training_script, *args.training_script_args]
+        args.module, args.training_script = True, "ampwise"
+    try:
+        torchrun.run(args)
+        return ScriptExit("finished", 0)
+    except KeyboardInterrupt:
+        return ScriptExit("interrupted", INTERRUPTED)
+    except SystemExit as leaving:
+        return ScriptExit("finished", leaving.code if isinstance(leaving.code, int) else 1)
+    except Exception as error:  # a process failed, or a signal came; torchrun has printed which
+        return ScriptExit("failed", 1, error)
+
+
+# The import of torch
+
+
+class _Finder(MetaPathFinder):
+    """Finder of one module, which calls back after the import."""
+
     def __init__(self, name: str, on_import: Callable[[], None]) -> None:
         self._name, self._on_import = name, on_import
 
@@ -189,8 +200,15 @@ class _NotifyingFinder(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _NotifyingLoader(spec.loader, self._on_import)
+        loader: Any = None if spec is None else spec.loader
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # this function
+            loader.exec_module(module)
+            self._on_import()
+
+        if loader is not None:
+            loader.exec_module = exec_module
         return spec
 
 
@@ -202,4 +220,4 @@ def when_imported(name: str, on_import: Callable[[], None]) -> None:
     if name in sys.modules:
         on_import()
     else:
-        sys.meta_path.insert(0, _NotifyingFinder(name, on_import))
+        sys.meta_path.insert(0, _Finder(name, on_import))

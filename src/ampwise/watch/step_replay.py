@@ -1,4 +1,4 @@
-"""Replay a bad step of a watched script: its models' forward calls, and backward from the gradients they received.
+"""Replay bad steps of a watched script: the models' forward calls, and backward from the gradients they received.
 
 The code between a model's output and the loss is the script's own and cannot be called: where the model is finite, the
 result says so. The script must not notice the replay.
@@ -7,10 +7,12 @@ result says so. The script must not notice the replay.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,24 +21,29 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ampwise.errors import BadInput
 from ampwise.finding import Finding
 from ampwise.finding.call_site import CallSite
+from ampwise.report.formatting import format_bytes
 from ampwise.trace.call_arguments import named_tensors
-from ampwise.trace.call_site import code_owner
+from ampwise.trace.call_site import code_owner, stop_stack_search
+from ampwise.trace.capsule.saving import MAX_CAPSULES
 from ampwise.trace.diagnosis import diagnose, findings_about
-from ampwise.trace.failure import BadTensor, Failure, Origin
+from ampwise.trace.failure import Failure, Origin
 from ampwise.trace.python_state import attributes_restored, muted_output
-from ampwise.trace.refuse_collectives import CollectiveInReplay, collectives_refused, is_multi_rank
+from ampwise.trace.ranks import CollectiveInReplay, collectives_refused, is_multi_rank
 from ampwise.trace.replay import Replay, ReplaySettings, ReplayStep, is_compiled, is_finite
-from ampwise.trace.stack_lines import stop_stack_search
-from ampwise.train.random_state import restore_random
+from ampwise.train.random_state import restore_random, to_plain_random
+from ampwise.watch.findings import FROM_ANOTHER_RANK
 from ampwise.watch.inspection import floats_in, has_fsdp1
-from ampwise.watch.model_calls import OUTPUTS, ModelCall
+from ampwise.watch.model_calls import OUTPUTS, ModelCall, ModelCalls
 from ampwise.watch.models import without_hooks
-from ampwise.watch.rank_findings import FROM_ANOTHER_RANK
+from ampwise.watch.watched_run import say_on_stderr
 
-__all__ = ["StepReplayResult", "StepToReplay", "replay_step"]
+__all__ = ["BadStepReplays", "StepToReplay"]
 
+APART = 1000  # steps after which another is replayed, however many there were
+MOST_SENTENCES = 8  # they are similar
 COMPILED = "The model is compiled; the eager replay fails too."
 MODEL_ALONE = "Only the model was replayed, not the code between its output and the loss."
 MEAN = "Fixes were tried on the mean of the model's output, not on the loss."
@@ -61,7 +68,119 @@ class StepToReplay:
         return self.loss is not None and math.isfinite(self.loss) and (self.scale or 1.0) > 1
 
 
-class StepReplayResult(NamedTuple):
+class BadStepReplays:
+    """Decide which bad steps are replayed, say why others are not, and save them.
+
+    paused: a context in which nothing is watched. capsules: a folder to save steps in; weights: the model's, too.
+    """
+
+    def __init__(
+        self,
+        calls: ModelCalls,
+        paused: Callable[[], AbstractContextManager[None]],
+        failed: Callable[[Exception], None],
+        *,
+        capsules: Path | None = None,
+        weights: bool = True,
+    ) -> None:
+        self._calls, self._paused, self._failed = calls, paused, failed
+        self._capsules, self._with_weights = capsules, weights
+        self._saved = 0
+        self._counts: Counter[bool] = Counter()
+        self._last: dict[bool, int] = {}
+        self.after_model = False  # a bad step was replayed, and its models are finite
+        self.sentences: dict[str, None] = {}  # on steps that were not replayed; in order, each once
+
+    def explain(self, step: StepToReplay) -> list[Finding]:
+        """Replay a step while the weights are still those it ran with. Return the findings."""
+        if not self._is_due(step):
+            return []
+        fresh = [call for call in self._calls if self._calls.is_fresh(call)]
+        if not fresh:
+            if len(self._calls):
+                why = "the weights had changed by the time it was known to be bad"
+            elif self._calls.too_large:
+                why = f"the model's input ({self._calls.too_large / 2**20:.0f} MiB) was too large to keep"
+            else:
+                why = (
+                    "no call of a model was seen; the step is compiled as a whole, or the model is not called as a "
+                    "module"
+                )
+            if not step.may_be_ordinary:
+                self._add_sentence(f"Step {step.number} could not be replayed: {why}.")
+            return []
+        try:
+            with self._paused():
+                result = _replay(fresh, step)
+        except Exception as error:  # perhaps the model's own
+            self._failed(error)
+            what = ": ".join(each for each in (type(error).__name__, str(error).rstrip(".")) if each)
+            self._add_sentence(f"Step {step.number} could not be replayed: running the model again failed with {what}.")
+            return []
+        self.after_model |= result.after_model
+        if result.why_not:
+            self._add_sentence(result.why_not)
+        if result.findings or not step.may_be_ordinary:
+            return self._save(result.call or fresh[-1], step, result.findings)
+        return result.findings
+
+    def came_too_late(self, step: StepToReplay) -> None:
+        """Note that a step was found to be bad only after its weights had changed."""
+        if self._is_due(step):
+            self._add_sentence(
+                f"Step {step.number} could not be replayed: it was not skipped, and the weights had changed by the "
+                "time it was known to be bad."
+            )
+
+    def _is_due(self, step: StepToReplay) -> bool:
+        """Return whether to replay the step: the 1st, 2nd, 4th ... Those a loss scale may explain count separately."""
+        kind = step.may_be_ordinary
+        self._counts[kind] += 1
+        due = self._counts[kind].bit_count() == 1 or step.number - self._last.get(kind, 0) >= APART
+        if due:
+            self._last[kind] = step.number
+        return due
+
+    def _add_sentence(self, sentence: str) -> None:
+        if len(self.sentences) < MOST_SENTENCES:
+            self.sentences[" ".join(sentence.split())] = None
+
+    def _save(self, call: ModelCall, step: StepToReplay, findings: list[Finding]) -> list[Finding]:
+        """Save the step if requested, and return the findings with the path of the capsule."""
+        if self._capsules is None or self._saved >= MAX_CAPSULES:
+            return findings
+        self._saved += 1
+        from ampwise.trace.capsule import CapsuleContents, size_of, write
+
+        model = ReplayStep(run=lambda _: None, device=call.device, models=[call.model])
+        contents = CapsuleContents(
+            args=call.args,
+            kwargs=call.kwargs,
+            random=to_plain_random(call.random),
+            weights=model.parameters(),
+            buffers=model.buffers(),
+            precision=call.precision,
+            scale=step.scale or 1.0,
+            step=step.number,
+            loss=step.loss,
+            findings=findings,
+            device=call.device.type,
+        )
+        try:
+            how_large = format_bytes(size_of(contents, self._with_weights))
+            say_on_stderr("ampwise: saving step {} in {} ({})", step.number, self._capsules, how_large)
+            path = write(self._capsules, contents, weights=self._with_weights)
+        except BadInput as error:
+            self._add_sentence(f"Step {step.number} could not be saved: {error}")
+            return findings
+        where = f"{path} ({how_large})"
+        return [finding.but(evidence={**finding.evidence, "capsule": where}) for finding in findings]
+
+
+# One step
+
+
+class _Result(NamedTuple):
     """Findings of a replay, or why there are none."""
 
     findings: list[Finding]
@@ -70,78 +189,79 @@ class StepReplayResult(NamedTuple):
     after_model: bool = False  # the models are finite; the bad value arises after them
 
 
-def replay_step(calls: Sequence[ModelCall], step: StepToReplay) -> StepReplayResult:
+def _replay(calls: Sequence[ModelCall], step: StepToReplay) -> _Result:
     """Replay the calls; the weights must still be those of the step."""
-    why_not = next((why for call in calls if (why := _why_not(call, step))), "")
-    if why_not:
-        return StepReplayResult([], f"Step {step.number} could not be replayed: {why_not}.")
-    models = list(dict.fromkeys(call.model for call in calls))
+    sharded = any(map(has_fsdp1, step.optimizers))
     for call in calls:
+        name, why_not = type(call.model).__name__, ""
+        if not call.inputs_unchanged:
+            why_not = f"the inputs of {name} have been modified since"
+        elif call.model.training != call.in_training_mode:
+            why_not = f"{name} has been switched between train() and eval() since"
+        elif sharded or any(hasattr(each, "placements") for each in call.model.parameters()):
+            why_not = f"the weights of {name} are sharded over ranks"
+        if why_not:
+            return _Result([], f"Step {step.number} could not be replayed: {why_not}.")
         call.compiled = is_compiled(call.model)
+    models = list(dict.fromkeys(call.model for call in calls))
     try:
         with ExitStack() as stack:
             for context in (without_hooks(models), attributes_restored(models), muted_output()):
                 stack.enter_context(context)
             _reset_bad_statistics(models)
-            _unwrap_compiled(models)
-            return _explained(calls, step)
+            for module in [each for model in models for each in model.modules()]:
+                for name, part in module._modules.items() if "_orig_mod" not in module._modules else ():
+                    module._modules[name] = None if part is None else _eager(part)
+            return _explain(calls, step)
     except CollectiveInReplay as error:
-        return StepReplayResult([], f"Step {step.number} could not be replayed: {error}.")
+        return _Result([], f"Step {step.number} could not be replayed: {error}.")
 
 
-def _why_not(call: ModelCall, step: StepToReplay) -> str:
-    name = type(call.model).__name__
-    if not call.inputs_unchanged:
-        return f"the inputs of {name} have been modified since"
-    if call.model.training != call.in_training_mode:
-        return f"{name} has been switched between train() and eval() since"
-    if any(hasattr(each, "placements") for each in call.model.parameters()) or any(map(has_fsdp1, step.optimizers)):
-        return f"the weights of {name} are sharded over ranks"
-    return ""
+def _reset_bad_statistics(models: Sequence[nn.Module]) -> None:
+    """Reset batch-norm statistics that the bad step left NaN; in training mode they are not read."""
+    for module in (each for model in models for each in model.modules()):
+        if isinstance(module, _NormBase) and module.training:
+            for name, value in (("running_mean", 0.0), ("running_var", 1.0)):
+                buffer = module._buffers.get(name)
+                if buffer is not None and not _is_finite(buffer):
+                    module._buffers[name] = torch.full_like(buffer, value)
 
 
-def _explained(calls: Sequence[ModelCall], step: StepToReplay) -> StepReplayResult:
+def _eager(model: nn.Module) -> nn.Module:
+    """Return the eager module inside of a compiled one, which would warn about the replay's hooks."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    with _disable_current_modes(), torch.no_grad():  # not an operation of the model
+        return is_finite(tensor)
+
+
+def _explain(calls: Sequence[ModelCall], step: StepToReplay) -> _Result:
     # Calls that received only non-finite gradients: the bad value arose in them or after them.
     reached = [call for call in calls if call.gradients and not _finite_gradients(call)]
     others = [call for call in calls if call not in reached]
     for some, backward in ((reached, False), (others, True)):
+        if not some:
+            continue
         again = CallReplay(some, step.scale or 1.0, backward=backward)
-        failure = _failure(again, step, backward=backward) if some else None
-        if failure is not None and _input_was_computed(failure, some):
-            return StepReplayResult([], _computed_input_sentence(failure, step))
-        if failure is not None:
-            return StepReplayResult(findings_about(failure), call=again.culprit)
+        failure = _failure(again, step, backward=backward)
+        if failure is None:
+            continue
+        source = failure.source
+        if source is not None and source.what == "batch":
+            tensor = _batch(some)[source.name]
+            if any(call.was_computed(tensor) for call in some):
+                why_not = (
+                    f"Step {step.number} was replayed: the model's input `{source.name}`, which the script has "
+                    "computed, is not finite; the code that computes it is outside of the models and cannot be "
+                    "replayed."
+                )
+                return _Result([], why_not)
+        return _Result(findings_about(failure), call=again.culprit)
     if step.may_be_ordinary:
-        return StepReplayResult([])
-    return StepReplayResult([], _not_found_sentence(calls, reached, step), after_model=bool(reached) or step.bad_loss)
-
-
-def _input_was_computed(failure: Failure, calls: Sequence[ModelCall]) -> bool:
-    """Whether the bad value was in an input that the script computed between its models."""
-    source = failure.source
-    if source is None or source.what != "batch":
-        return False
-    tensor = _batch(calls)[source.name]
-    return any(call.was_computed(tensor) for call in calls)
-
-
-def _computed_input_sentence(failure: Failure, step: StepToReplay) -> str:
-    assert failure.source is not None
-    return (
-        f"Step {step.number} was replayed: the model's input `{failure.source.name}`, which the script has computed, "
-        "is not finite; the code that computes it is outside of the models and cannot be replayed."
-    )
-
-
-def _finite_gradients(call: ModelCall) -> dict[int, list[Tensor]]:
-    """Return the finite gradients that reached the call's outputs, by output. Syncs with the device.
-
-    If a model returns logits and a loss computed from them, the gradients of the logits come from the model itself.
-    """
-    return {position: many for position, many in call.gradients.items() if all(map(_is_finite, many))}
-
-
-def _not_found_sentence(calls: Sequence[ModelCall], reached: Sequence[ModelCall], step: StepToReplay) -> str:
+        return _Result([])
     names = " and ".join(dict.fromkeys(type(call.model).__name__ for call in calls))
     large = max(call.too_large for call in calls)
     if reached or step.bad_loss:
@@ -159,20 +279,31 @@ def _not_found_sentence(calls: Sequence[ModelCall], reached: Sequence[ModelCall]
         found = (
             f"Step {step.number} was replayed, and {names} is finite, forward and backward: {reason} not reproducible"
         )
-    return f"{found}{_compiled_remark(calls)}."
+    if any(call.compiled for call in calls):  # eager code may differ in the last bits
+        found += "; the model is compiled, and was replayed eagerly"
+    return _Result([], f"{found}.", after_model=bool(reached) or step.bad_loss)
 
 
-def _compiled_remark(calls: Sequence[ModelCall]) -> str:
-    """Remark for compiled models: eager code may differ in the last bits."""
-    return "; the model is compiled, and was replayed eagerly" if any(call.compiled for call in calls) else ""
+def _finite_gradients(call: ModelCall) -> dict[int, list[Tensor]]:
+    """Return the finite gradients that reached the call's outputs, by output. Syncs with the device.
+
+    If a model returns logits and a loss computed from them, the gradients of the logits come from the model itself.
+    """
+    return {position: many for position, many in call.gradients.items() if all(map(_is_finite, many))}
 
 
-# One replay
+def _batch(calls: Sequence[ModelCall]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for number, call in enumerate(calls, 1):
+        for name, tensor in named_tensors(_eager(call.model).forward, call.args, call.kwargs).items():
+            found.setdefault(name if number == 1 else f"{name} ({number})", tensor)
+    return found
 
 
 def _failure(again: CallReplay, step: StepToReplay, *, backward: bool) -> Failure | None:
     """Replay the calls. Return None if they are finite, or would be without the loss scale."""
     calls, scale = again.calls, again.scale
+    remarks = () if backward else (MODEL_ALONE,)
     subject = ReplayStep(
         run=again,
         device=calls[0].device,
@@ -184,7 +315,7 @@ def _failure(again: CallReplay, step: StepToReplay, *, backward: bool) -> Failur
         loss=step.loss if step.may_be_ordinary else None,
         step=step.number,
         optimizers=step.optimizers,
-        remarks=_remarks(calls, backward=backward),
+        remarks=(*remarks, COMPILED) if any(call.compiled for call in calls) else remarks,
     )
     with Replay(subject) as replay:
         if replay.plain(ReplaySettings(scale=scale)).finite:
@@ -194,20 +325,25 @@ def _failure(again: CallReplay, step: StepToReplay, *, backward: bool) -> Failur
         return None
     if not backward and any(trial.finite for trial in failure.trials):
         failure = failure.but(remarks=(*failure.remarks, MEAN))
-    return _placed(_of_step(failure, step), (again.culprit or calls[0]).site)
+    if is_multi_rank():
+        failure = failure.but(rank=torch.distributed.get_rank(), ranks=torch.distributed.get_world_size())
+    called_at, source = (again.culprit or calls[0]).site, failure.source
+    return failure.but(
+        # The replay returned the model's output, while the run saw the step's loss.
+        symptom="result" if failure.symptom == "loss" and not step.bad_loss else failure.symptom,
+        loss=step.loss,
+        origin=_placed(failure.origin, called_at),
+        nan_origin=_placed(failure.nan_origin, called_at),
+        source=None if source is None else replace(source, first_use=_placed(source.first_use, called_at)),
+    )
 
 
-def _remarks(calls: Sequence[ModelCall], *, backward: bool) -> tuple[str, ...]:
-    remarks = () if backward else (MODEL_ALONE,)
-    return (*remarks, COMPILED) if any(call.compiled for call in calls) else remarks
-
-
-def _batch(calls: Sequence[ModelCall]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for number, call in enumerate(calls, 1):
-        for name, tensor in named_tensors(_eager(call.model).forward, call.args, call.kwargs).items():
-            found.setdefault(name if number == 1 else f"{name} ({number})", tensor)
-    return found
+def _placed(origin: Origin | None, called_at: CallSite) -> Origin | None:
+    """Place an operation of a library's module at the script's line that called the model."""
+    if origin is None or (origin.site.file and code_owner(origin.site.file) == "own"):
+        return origin
+    through = "" if not origin.site.file else f"{'/'.join(origin.site.file.split('/')[-2:])}:{origin.site.line}"
+    return replace(origin, site=replace(called_at, through=through))
 
 
 class CallReplay:
@@ -245,37 +381,28 @@ class CallReplay:
 
 def _outputs_of(call: ModelCall) -> list[Tensor]:
     restore_random(call.random, call.device)
-    with torch.inference_mode(False), torch.enable_grad(), _autocast(call):
-        result = _run_model(call, _detached(call.args), _detached(call.kwargs))
-        return list(islice(floats_in(result), OUTPUTS))
+    autocast: Any = nullcontext()
+    if (state := call.autocast) is not None:
+        torch.autocast_increment_nesting()
+        nested = torch.autocast_decrement_nesting() > 0
+        # Inside an autocast region of the script, cached casts of weights have graphs that are freed.
+        cache = state.cache and not nested
+        autocast = torch.autocast(state.device, dtype=state.dtype, enabled=state.enabled, cache_enabled=cache)
 
+    def detached(thing: Any) -> Any:
+        """Detach tensors that require gradients, so that the script's own get none."""
+        if isinstance(thing, Tensor):
+            return thing.detach().requires_grad_() if thing.requires_grad else thing
+        if type(thing) in (list, tuple):
+            return type(thing)(map(detached, thing))
+        return {key: detached(each) for key, each in thing.items()} if type(thing) is dict else thing
 
-@stop_stack_search  # frames further out are not those that called the model
-def _run_model(call: ModelCall, args: Any, kwargs: Any) -> Any:
-    return _eager(call.model)(*args, **kwargs)
+    @stop_stack_search  # frames further out are not those that called the model
+    def run_model(args: Any, kwargs: Any) -> Any:
+        return _eager(call.model)(*args, **kwargs)
 
-
-def _detached(thing: Any) -> Any:
-    """Detach tensors that require gradients, so that the script's own get none."""
-    if isinstance(thing, Tensor):
-        return thing.detach().requires_grad_() if thing.requires_grad else thing
-    if type(thing) in (list, tuple):
-        return type(thing)(map(_detached, thing))
-    return {key: _detached(each) for key, each in thing.items()} if type(thing) is dict else thing
-
-
-def _autocast(call: ModelCall) -> AbstractContextManager[Any]:
-    state = call.autocast
-    if state is None:
-        return nullcontext()
-    # Inside an autocast region of the script, cached casts of weights have graphs that are freed.
-    cache = state.cache and not _in_autocast()
-    return torch.autocast(state.device, dtype=state.dtype, enabled=state.enabled, cache_enabled=cache)
-
-
-def _in_autocast() -> bool:
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting() > 0
+    with torch.inference_mode(False), torch.enable_grad(), autocast:
+        return list(islice(floats_in(run_model(detached(call.args), detached(call.kwargs))), OUTPUTS))
 
 
 def _backward(outputs: Sequence[Tensor], gradients: Mapping[int, Tensor]) -> None:
@@ -284,82 +411,16 @@ def _backward(outputs: Sequence[Tensor], gradients: Mapping[int, Tensor]) -> Non
         for position, gradient in gradients.items()
         if position < len(outputs) and outputs[position].requires_grad and gradient.shape == outputs[position].shape
     }
-    inner = _inner([outputs[position] for position in wanted])
+    # Nodes that other outputs depend on: with logits and a loss, the gradient comes through the loss.
+    inner: set[Any] = set()
+    ends = [outputs[position].grad_fn for position in wanted if len(wanted) > 1]
+    pending: list[Any] = [node for end in ends if end for node, _ in end.next_functions]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in inner:
+            inner.add(node)
+            pending += [each for each, _ in node.next_functions]
     pairs = [(outputs[position], each) for position, each in wanted.items() if outputs[position].grad_fn not in inner]
     if pairs:
         with torch.autocast(pairs[0][0].device.type, enabled=False):
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-
-
-def _inner(outputs: Sequence[Tensor]) -> set[Any]:
-    """Return nodes that other outputs depend on: with logits and a loss, the gradient comes through the loss."""
-    seen: set[Any] = set()
-    pending = [node for each in outputs if len(outputs) > 1 and each.grad_fn for node, _ in each.grad_fn.next_functions]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            pending += [each for each, _ in node.next_functions]
-    return seen
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    with _disable_current_modes(), torch.no_grad():  # not an operation of the model
-        return is_finite(tensor)
-
-
-# Preparation and placement
-
-
-def _reset_bad_statistics(models: Sequence[nn.Module]) -> None:
-    """Reset batch-norm statistics that the bad step left NaN; in training mode they are not read."""
-    for module in (each for model in models for each in model.modules()):
-        if isinstance(module, _NormBase) and module.training:
-            for name, value in (("running_mean", 0.0), ("running_var", 1.0)):
-                buffer = module._buffers.get(name)
-                if buffer is not None and not _is_finite(buffer):
-                    module._buffers[name] = torch.full_like(buffer, value)
-
-
-def _eager(model: nn.Module) -> nn.Module:
-    """Return the eager module inside of a compiled one, which would warn about the replay's hooks."""
-    inner = model._modules.get("_orig_mod")
-    return model if inner is None else inner
-
-
-def _unwrap_compiled(models: Sequence[nn.Module]) -> None:
-    for module in [each for model in models for each in model.modules()]:
-        for name, part in module._modules.items() if "_orig_mod" not in module._modules else ():
-            module._modules[name] = None if part is None else _eager(part)
-
-
-def _of_step(failure: Failure, step: StepToReplay) -> Failure:
-    """Adapt the symptom: the replay returned the model's output, while the run saw the step's loss."""
-    symptom = failure.symptom
-    if symptom == "loss" and not step.bad_loss:
-        symptom = "result"
-    if is_multi_rank():
-        ranks = torch.distributed.get_world_size()
-        failure = failure.but(rank=torch.distributed.get_rank(), ranks=ranks)
-    return failure.but(symptom=symptom, loss=step.loss)
-
-
-def _placed(failure: Failure, called_at: CallSite) -> Failure:
-    """Place operations of library modules at the script's line that called the model."""
-    source = failure.source
-    return failure.but(
-        origin=_origin_at(failure.origin, called_at),
-        nan_origin=_origin_at(failure.nan_origin, called_at),
-        source=None if source is None else _source_at(source, called_at),
-    )
-
-
-def _source_at(source: BadTensor, called_at: CallSite) -> BadTensor:
-    return replace(source, first_use=_origin_at(source.first_use, called_at))
-
-
-def _origin_at(origin: Origin | None, called_at: CallSite) -> Origin | None:
-    if origin is None or (origin.site.file and code_owner(origin.site.file) == "own"):
-        return origin
-    through = "" if not origin.site.file else f"{'/'.join(origin.site.file.split('/')[-2:])}:{origin.site.line}"
-    return replace(origin, site=replace(called_at, through=through))

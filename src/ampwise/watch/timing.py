@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import re
+import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.data import dataloader
 
 from ampwise.finding.call_site import CallSite
-from ampwise.watch.data_loading import DataLoading
+from ampwise.trace.call_site import calling_site
 from ampwise.watch.patches import Patches
 from ampwise.watch.profile import OURS, Profile
 from ampwise.watch.profiler import Profiler, profile_of
-from ampwise.watch.sync_counter import SyncCounter
 from ampwise.watch.time_use import TimeUse
 
-__all__ = ["RunTiming"]
+__all__ = ["RunTiming", "SyncCounter"]
 
 FIRST = 3  # warm-up steps: workers start, caches fill, torch.compile compiles
 ATTEMPTS = 3  # profiles given up to the script's own profiler before no more are tried
-
 WORK = "matmuls and casts"
 SYNCS = "host-device syncs"
+# Torch's warning at each sync, and the one when the mode is first switched on.
+SYNC_WARNINGS = re.compile(r"called a synchronizing CUDA operation|Synchronization debug mode is a prototype feature")
+SYNC = "called a synchronizing CUDA operation"
+OFF, WARN = 0, 1  # torch's sync debug modes
+
 K = TypeVar("K")
 N = TypeVar("N", int, float)
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -51,7 +59,7 @@ class RunTiming:
         self._profile_at = sorted(profile_at)
         self._first = min(profile_at, default=None)
         self._sync_every = sync_every
-        self._sync_counter = waits
+        self._sync_counter = SyncCounter() if waits is None else waits
         self._profiler: Profiler | None = None
         self._loading: DataLoading | None = None
         self._last: float | None = None
@@ -69,18 +77,45 @@ class RunTiming:
 
     def step_ended(self, step: int) -> None:
         """Count the training step of this number (from 1) and start what is measured in the next."""
-        undisturbed = self._stop_measuring()
-        with self._reporting_failures("wall time"):
-            self._count(step, undisturbed)
+        undisturbed, profiler = True, self._profiler  # False: a profiler has slowed the step
+        if profiler is not None and (profiler.is_on or profiler.given_up):
+            undisturbed = False
+            with self._reporting_failures(WORK, giving_up_on=self._profile_at):
+                if profiler.is_on:
+                    self._recorded.append(profiler.stop())
+                    self._profile_at.pop(0)
+                else:
+                    profiler.given_up = False
+                    self._given_up += 1
+        if self._sync_counter.listening:
+            with self._reporting_failures(SYNCS):
+                self._syncs.update(self._sync_counter.stop())
+                self._sync_steps += 1
+        data_waits = {} if self._loading is None else self._loading.take()
+        if self._last is not None and undisturbed and step > FIRST:
+            self._steps += 1
+            self._seconds += self._clock() - self._last
+            for site, seconds in data_waits.items():
+                self._data_waits[site] = self._data_waits.get(site, 0.0) + seconds
         self._start_measuring(step + 1)
         self._last = self._clock()
+
+    def _start_measuring(self, step: int) -> None:
+        profiler = self._profiler
+        if profiler and self._profile_at and step >= self._profile_at[0] and self._given_up < ATTEMPTS:
+            if not profiler.is_free:
+                self._script_profiles = True
+                return
+            with self._reporting_failures(WORK, giving_up_on=self._profile_at):
+                profiler.start()
+        elif step > FIRST and (step - FIRST - 1) % self._sync_every == 0 and torch.cuda.is_initialized():
+            with self._reporting_failures(SYNCS):
+                self._sync_counter.listen()
 
     @property
     def measuring(self) -> bool:
         """Whether this step is profiled or its syncs are counted."""
-        return bool(self._profiler and self._profiler.is_on) or bool(
-            self._sync_counter and self._sync_counter.listening
-        )
+        return self._sync_counter.listening or (self._profiler is not None and self._profiler.is_on)
 
     def skips_steps(self, skips: bool) -> None:
         """Begin or end a series of skipped steps. When it ends, the next step begins now."""
@@ -92,14 +127,18 @@ class RunTiming:
         """Return a context for the watch's own work within a step, which is left out of the measurement."""
         return self._excluded() if self.measuring else NOTHING
 
+    @contextmanager
+    def _excluded(self) -> Iterator[None]:
+        with self._sync_counter.paused(), torch.autograd.profiler.record_function(OURS):
+            yield
+
     def abandon(self) -> None:
         """Discard the measurement of this step, and leave torch as it was."""
         with self._reporting_failures(WORK):
             if self._profiler is not None:
                 self._profiler.give_up()
         with self._reporting_failures(SYNCS):
-            if self._sync_counter is not None:
-                self._sync_counter.stop()
+            self._sync_counter.stop()
 
     def about_to_fork(self) -> None:
         """Stop the profiler before a fork: locks that its library holds would stay locked in the child."""
@@ -113,19 +152,21 @@ class RunTiming:
         if self._profiler is not None:
             self._profiler.forked()
         with self._reporting_failures(SYNCS):
-            if self._sync_counter is not None:
-                self._sync_counter.stop()
+            self._sync_counter.stop()
 
     def use(self, autocast: str | None = None) -> TimeUse:
         """Return where the time went. autocast: the precision of the script's autocast, if it used it."""
         self.abandon()
-        profile = self._read()
+        profile = Profile()
+        for result in self._recorded:
+            with self._reporting_failures(WORK):
+                profile += profile_of(result)
         flops: dict[str, float] = {}
         for product in profile.products:
             flops[product.precision] = flops.get(product.precision, 0.0) + product.flops
         total = sum(profile.seconds.values())
         return TimeUse(
-            device=self._device(),
+            device="cuda" if torch.cuda.is_initialized() else "cpu",
             autocast=autocast,
             steps=self._steps,
             seconds=self._seconds,
@@ -138,60 +179,10 @@ class RunTiming:
             cast_share=profile.seconds.get("casts", 0.0) / total if total else None,
             sync_steps=self._sync_steps,
             syncs=_largest_first(self._syncs),
-            not_measured=tuple(self._not_measured(profile)),
+            not_measured=(*self._not_measured(), *profile.unknown),
         )
 
-    def _stop_measuring(self) -> bool:
-        """Collect what was measured in this step. Return False if a profiler has slowed the step."""
-        undisturbed = True
-        profiler, waits = self._profiler, self._sync_counter
-        with self._reporting_failures(WORK, giving_up_on=self._profile_at):
-            if profiler is not None and profiler.is_on:
-                undisturbed = False
-                self._recorded.append(profiler.stop())
-                self._profile_at.pop(0)
-            elif profiler is not None and profiler.given_up:
-                undisturbed, profiler.given_up = False, False
-                self._given_up += 1
-        with self._reporting_failures(SYNCS):
-            if waits is not None and waits.listening:
-                self._syncs.update(waits.stop())
-                self._sync_steps += 1
-        return undisturbed
-
-    def _count(self, step: int, undisturbed: bool) -> None:
-        data_waits = {} if self._loading is None else self._loading.take()
-        if self._last is not None and undisturbed and step > FIRST:
-            self._steps += 1
-            self._seconds += self._clock() - self._last
-            for site, seconds in data_waits.items():
-                self._data_waits[site] = self._data_waits.get(site, 0.0) + seconds
-
-    def _start_measuring(self, step: int) -> None:
-        """Start what is to be measured in the step of this number."""
-        profiler = self._profiler
-        due = bool(self._profile_at) and step >= self._profile_at[0] and self._given_up < ATTEMPTS
-        if due and profiler is not None and not profiler.is_free:
-            self._script_profiles = True
-        elif due and profiler is not None:
-            with self._reporting_failures(WORK, giving_up_on=self._profile_at):
-                profiler.start()
-        elif step > FIRST and (step - FIRST - 1) % self._sync_every == 0 and self._device() == "cuda":
-            with self._reporting_failures(SYNCS):
-                self._sync_counter = self._sync_counter or SyncCounter()
-                self._sync_counter.listen()
-
-    def _read(self) -> Profile:
-        total = Profile()
-        for result in self._recorded:
-            with self._reporting_failures(WORK):
-                total += profile_of(result)
-        return total
-
-    def _device(self) -> str:
-        return "cuda" if torch.cuda.is_initialized() else "cpu"
-
-    def _not_measured(self, profile: Profile) -> Iterator[str]:
+    def _not_measured(self) -> Iterator[str]:
         yield from self._failures
         if not self._recorded and not any(failure.startswith(WORK) for failure in self._failures):
             if self._forked:
@@ -200,19 +191,12 @@ class RunTiming:
                 yield f"{WORK}: the script's own profiler was on"
             elif self._first is not None:
                 yield f"{WORK}: the run ended before step {self._first} did"
-        if self._device() != "cuda":
+        if not torch.cuda.is_initialized():
             yield f"{SYNCS}: the run did not use a CUDA device"
         elif not self._sync_steps:
             yield f"{SYNCS}: not counted; the run was too short, or uses torch's sync debug mode itself"
         if not self._steps:
             yield f"waiting for data: the run ended within its first {FIRST} steps"
-        yield from profile.unknown
-
-    @contextmanager
-    def _excluded(self) -> Iterator[None]:
-        listening = nullcontext() if self._sync_counter is None else self._sync_counter.paused()
-        with listening, torch.autograd.profiler.record_function(OURS):
-            yield
 
     @contextmanager
     def _reporting_failures(self, what: str, giving_up_on: list[int] | None = None) -> Iterator[None]:
@@ -227,3 +211,145 @@ class RunTiming:
 
 def _largest_first(counts: Mapping[K, N]) -> dict[K, N]:
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+class DataLoading:
+    """Time spent in DataLoaders' ``__next__``, by the line that waited, since ``take`` was last called.
+
+    Only the training thread counts: a thread that prefetches does not delay training.
+    """
+
+    def __init__(self, patches: Patches, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._waits: dict[CallSite, float] = {}
+        self.off = False  # in skipped steps
+        self._within = False  # a loader that reads from another one is counted once
+        patches.wrap(dataloader._BaseDataLoaderIter, "__next__", self.next_batch)
+
+    def take(self) -> dict[CallSite, float]:
+        """Return the waits so far and reset them. The calling thread is the training thread."""
+        self._thread = threading.get_ident()
+        waits, self._waits = self._waits, {}
+        return waits
+
+    def next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
+        if self.off or self._within or threading.get_ident() != self._thread or os.getpid() != self._process:
+            return original(iterator)
+        self._within = True
+        began = self._clock()
+        try:
+            return original(iterator)
+        finally:
+            self._within = False
+            site = calling_site()
+            self._waits[site] = self._waits.get(site, 0.0) + self._clock() - began
+
+
+class SyncCounter:
+    """Counter of host-GPU syncs by source line, from ``listen`` to ``stop``.
+
+    Torch reports syncs as warnings. A warning filter at the front of the list lets them through to a hook that counts
+    them and passes on all other warnings. Torch's mode is off wherever the script catches warnings itself, so that a
+    sync can neither be raised as an error there nor be found among the warnings that the script collects.
+    """
+
+    def __init__(
+        self, set_mode: Callable[[int], None] | None = None, get_mode: Callable[[], int] | None = None
+    ) -> None:
+        self._set_mode = set_mode or (lambda mode: torch._C._cuda_set_sync_debug_mode(mode))
+        self._get_mode = get_mode or (lambda: torch._C._cuda_get_sync_debug_mode())
+        self._patches: Patches | None = None
+        self._filter: tuple[Any, ...] = ("always", SYNC_WARNINGS, Warning, None, 0)
+        self._counts: dict[CallSite, int] = {}
+        self._catching = 0
+
+    @property
+    def listening(self) -> bool:
+        return self._patches is not None
+
+    def listen(self) -> bool:
+        """Start counting. Return False, and do nothing, if the script uses torch's mode itself."""
+        if self.listening or self._get_mode() != OFF:
+            return False
+        self._counts, self._catching = {}, 0
+        patches = self._patches = Patches()
+        patches.wrap(warnings, "_showwarnmsg", self.show_warning)
+        for name in ("filterwarnings", "simplefilter", "resetwarnings"):
+            patches.wrap(warnings, name, self.change_filters)
+        patches.wrap(warnings.catch_warnings, "__enter__", self.enter_catch_warnings)
+        patches.wrap(warnings.catch_warnings, "__exit__", self.leave_catch_warnings)
+        patches.wrap(torch.cuda, "set_sync_debug_mode", self.change_mode)
+        self._put_filter_first()
+        self._set_mode(WARN)
+        return True
+
+    def stop(self) -> dict[CallSite, int]:
+        """Stop, and return how often each line has synced."""
+        if self._patches is not None:
+            if self._get_mode() == WARN:
+                self._set_mode(OFF)
+            self._patches.undo()
+            self._patches = None
+            self._take_filter_out()
+        counts, self._counts = self._counts, {}
+        return counts
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Switch torch's mode off in this context."""
+        was_on = self.listening and self._get_mode() == WARN
+        if was_on:
+            self._set_mode(OFF)
+        try:
+            yield
+        finally:
+            if was_on and self.listening:
+                self._set_mode(WARN)
+
+    def _put_filter_first(self) -> None:
+        self._take_filter_out()
+        # Straight into the list: warnings.filterwarnings would also reset which warnings were already shown.
+        warnings.filters.insert(0, self._filter)  # type: ignore[attr-defined]
+
+    def _take_filter_out(self) -> None:
+        filters: Any = warnings.filters  # a list, contrary to the type stubs
+        filters[:] = [one for one in filters if one is not self._filter]
+
+    # Wrappers
+
+    def show_warning(self, show: Callable[[Any], None], message: Any) -> None:
+        text = str(message.message)
+        if not SYNC_WARNINGS.match(text):
+            show(message)
+        elif text.startswith(SYNC):
+            site = calling_site()
+            self._counts[site] = self._counts.get(site, 0) + 1
+
+    def change_filters(self, change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return change(*args, **kwargs)
+        finally:
+            if self.listening and not self._catching:
+                self._put_filter_first()
+
+    def enter_catch_warnings(self, enter: Callable[..., Any], block: Any) -> Any:
+        self._catching += 1
+        if self.listening and self._get_mode() == WARN:
+            self._set_mode(OFF)
+        self._take_filter_out()
+        return enter(block)
+
+    def leave_catch_warnings(self, leave: Callable[..., Any], block: Any, *exc_info: Any) -> Any:
+        try:
+            return leave(block, *exc_info)
+        finally:
+            self._catching = max(self._catching - 1, 0)
+            if self.listening and not self._catching:
+                self._put_filter_first()
+                if self._get_mode() == OFF:
+                    self._set_mode(WARN)
+
+    def change_mode(self, change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.stop()  # from here on the script sets the mode
+        return change(*args, **kwargs)

@@ -6,20 +6,20 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from ampwise.runs.sinks import SinkRequest, requested_sinks
+from ampwise.finding import terminal
+from ampwise.runs.sinks import requested_sinks
 from ampwise.runs.writer import RecordWriter
-from ampwise.watch.forks import notify_of_forks
 from ampwise.watch.script import ScriptExit, ScriptToRun, when_imported
 
 if TYPE_CHECKING:
     from ampwise.watch.watch import Watch
 
-__all__ = ["RunOptions", "WatchedRun", "rank_here"]
+__all__ = ["RunOptions", "WatchedRun", "rank_here", "say_on_stderr", "write_to_stderr"]
 
 # Modules of concurrent.futures, in the order in which Python shuts them down, each with its shutdown flag.
 SHUTDOWN_FLAGS = {"process": "_global_shutdown", "thread": "_shutdown"}
@@ -42,11 +42,10 @@ class WatchedRun:
 
     def __init__(self, script: ScriptToRun, folder: Path, options: RunOptions, *, force: bool = False) -> None:
         self.script, self.options = script, options
+        self._pid = os.getpid()
         rank, world_size = rank_here()
         sends = rank == 0  # numbers of one rank are enough
-        sinks = requested_sinks(
-            options.sinks, base=folder, sends=sends
-        )  # first, as a bad sink must not create a record
+        sinks = requested_sinks(options.sinks, base=folder, sends=sends)  # first: a bad sink must create no record
         self.record = RecordWriter.create(
             folder,
             force=force,
@@ -54,40 +53,45 @@ class WatchedRun:
             world_size=world_size,
             command=[*sys.orig_argv],
             script=script.name,
-            environment=_environment(),
+            environment={
+                "python": platform.python_version(),
+                "platform": platform.platform(),
+                "processors": os.cpu_count(),
+                "folder": str(Path.cwd()),
+            },
         )
         self._sinks = sinks if sends else []
         if self._sinks:
-            self._begin_sending(self._sinks)
+            from ampwise.runs.sinks.run_sinks import Sinks
+
+            together = Sinks(self._sinks, self.record.event)
+            self.record.listen(together.send, before_end=together.close)
         self.watch: Watch | None = None
         self.install_error: str | None = None
-        self.is_child = False  # a fork of the watched process
-        self._exit_at_once = os._exit
 
-    def _begin_sending(self, sinks: Sequence[SinkRequest]) -> None:
-        from ampwise.runs.sinks.run_sinks import Sinks
-
-        together = Sinks(sinks, self.record.event)
-        self.record.listen(together.send, before_end=together.close)
+    @property
+    def is_child(self) -> bool:
+        """Whether this process is a fork of the watched one."""
+        return os.getpid() != self._pid
 
     def run(self) -> ScriptExit:
         """Run the script to its end and close the record. Returns in forked children, too."""
         when_imported("torch", self._begin)
-        os._exit = self._close_before_exit(self._exit_at_once)  # type: ignore[assignment]
-        notify_of_forks(self)
+        exit_at_once, thread = os._exit, threading.get_ident()
+
+        def close_and_exit(code: int) -> Any:
+            """Close the record first: ``os._exit`` runs no cleanup."""
+            if not self.is_child and threading.get_ident() == thread:
+                self._end(ScriptExit("finished" if code == 0 else "failed", code))
+            return exit_at_once(code)
+
+        os._exit = close_and_exit  # type: ignore[assignment]
         ended = self.script.run()
         if not self.is_child:
             _wait_for_threads()
-            os._exit = self._exit_at_once
+            os._exit = exit_at_once
             self._end(ended)
         return ended
-
-    def about_to_fork(self) -> None:
-        """Do nothing: only the child matters."""
-
-    def forked(self) -> None:
-        self.is_child = True
-        os._exit = self._exit_at_once
 
     def _begin(self) -> None:
         if self.is_child:
@@ -113,78 +117,79 @@ class WatchedRun:
 
     def _end(self, ended: ScriptExit) -> None:
         try:
-            self._write_end(ended)
-        except Exception as error:  # e.g. no more file descriptors: the script's exit status must not change
+            torch = sys.modules.get("torch")
+            if torch is not None and hasattr(torch, "__version__"):
+                facts = {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
+                if torch.cuda.is_initialized():
+                    facts["cuda"] = str(torch.version.cuda)
+                    facts["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+                self.record.fact("torch", facts)
+            if self.watch is None:
+                why = self.install_error or "the script never imported torch"
+                self.record.fact("not_measured", [f"Nothing was watched: {why}."])
+                self.record.close(ended.status, ended.exit_code, ended.error)
+                return
+            if isinstance(ended.error, Exception):
+                self.watch.died(ended.error)
+            self.watch.close(ended.status, ended.exit_code, ended.error)
+        except Exception:  # e.g. no more file descriptors: the script's exit status must not change
             self.record.close(ended.status, ended.exit_code, ended.error)
             if os.environ.get("AMPWISE_DEBUG"):
-                raise error
-
-    def _write_end(self, ended: ScriptExit) -> None:
-        _add_torch_facts(self.record)
-        if self.watch is None:
-            why = self.install_error or "the script never imported torch"
-            self.record.fact("not_measured", [f"Nothing was watched: {why}."])
-            self.record.close(ended.status, ended.exit_code, ended.error)
-            return
-        if isinstance(ended.error, Exception):
-            self.watch.died(ended.error)
-        self.watch.close(ended.status, ended.exit_code, ended.error)
-
-    def _close_before_exit(self, exit_at_once: Callable[[int], Any]) -> Callable[[int], Any]:
-        """Wrap ``os._exit``, which runs no cleanup: close the record first."""
-        thread = threading.get_ident()
-
-        def close_and_exit(code: int) -> Any:
-            if not self.is_child and threading.get_ident() == thread:
-                self._end(ScriptExit("finished" if code == 0 else "failed", code))
-            return exit_at_once(code)
-
-        return close_and_exit
+                raise
 
 
 def _wait_for_threads() -> None:
-    """Wait for non-daemon threads, as Python does at exit: they may be training."""
-    _shut_down_pools()
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
+    """Wait for non-daemon threads, as Python does at exit: they may be training.
 
-
-def _shut_down_pools() -> None:
-    """Finish the work of executor pools and end their idle workers, which would otherwise wait forever.
-
-    Python does the same before it waits for threads. Pools can be created afterwards: gradients are counted with them.
+    Before, finish the work of executor pools and end their idle workers, which would otherwise wait forever. Python
+    does the same. Pools can be created afterwards: gradients are counted with them.
     """
     for kind, flag in SHUTDOWN_FLAGS.items():
         module = sys.modules.get(f"concurrent.futures.{kind}")
         if module is not None and hasattr(module, "_python_exit") and hasattr(module, flag):
             module._python_exit()
             setattr(module, flag, False)
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
 
 
-def rank_here(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+def rank_here() -> tuple[int, int]:
     """Return rank and world size as set by torchrun or a cluster's launcher."""
     try:
-        return int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     except ValueError:
         return 0, 1
 
 
-def _environment() -> dict[str, Any]:
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processors": os.cpu_count(),
-        "folder": str(Path.cwd()),
-    }
+def say_on_stderr(template: str, *fields: object) -> None:
+    """Call ``terminal.say`` on stderr, if it can be written to."""
+    write_to_stderr(lambda stream: terminal.say(template, *fields, stream=stream))
 
 
-def _add_torch_facts(record: RecordWriter) -> None:
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "__version__"):
+def write_to_stderr(show: Callable[[TextIO], None]) -> None:
+    """Call ``show`` with stderr. If stderr cannot be written to, nothing is shown.
+
+    A script may have closed or replaced its streams. A failure must not cause a traceback or change the exit code.
+    """
+
+    def is_open(stream: Any) -> bool:
+        try:
+            os.fstat(stream.fileno())
+            return not stream.closed and stream.isatty() in (True, False)
+        except Exception:  # a replacement by the script may raise anything
+            return False
+
+    stream = next((each for each in (getattr(sys, "stderr", None), sys.__stderr__) if is_open(each)), None)
+    if stream is None:
         return
-    facts = {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
-    if torch.cuda.is_initialized():
-        facts["cuda"] = str(torch.version.cuda)
-        facts["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    record.fact("torch", facts)
+    try:
+        stream.flush()  # the script's own output
+    except Exception:
+        return
+    try:
+        show(stream)
+        stream.flush()
+    except Exception:
+        # Flushing the stream's buffer would fail again at Python's exit, and change the exit code.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

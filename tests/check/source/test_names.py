@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.check.source.names import Imports, dotted_text
+from ampwise.check.source.project import Project
 
 
 def imports_of(text, package=""):
@@ -91,5 +92,5 @@ def test_an_alias_changes_no_name(parts, alias):
         ("from mine import accelerate", False),
     ],
 )
-def test_packages_are_recognised_whole(statement, found):
-    assert imports_of(statement).mentions(["accelerate"]) is found
+def test_frameworks_are_recognised_by_their_whole_name(statement, found):
+    assert Project(["a.py"], {"a.py": statement}).code("a.py").uses_framework is found

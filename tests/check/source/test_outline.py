@@ -101,7 +101,7 @@ def test_the_text_of_a_function_has_its_decorators():
 
 def test_functions_know_what_is_around_them():
     code = code_of("class A:\n    def f(self):\n        def g():\n            pass\n")
-    assert [function.name for function in function_of(code, "g").chain()] == ["g", "f", ""]
+    assert [function.name for function in function_of(code, "g").scopes] == ["g", "f", ""]
     assert function_of(code, "f").owner is code.outline.classes["A"]
     assert function_of(code, "g").owner is None
 

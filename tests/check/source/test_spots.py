@@ -3,7 +3,7 @@
 import json
 
 from ampwise.check.source.project import Project
-from ampwise.rules import find_rule
+from ampwise.finding.registry import find_rule
 from ampwise.rules.amp1xx_order import clip_scaled_grads
 
 BACKWARD = "from helper import limit\ndef step(model, opt, scaler, loss):\n    scaler.scale(loss).backward()\n"

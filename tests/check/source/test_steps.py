@@ -168,15 +168,10 @@ def test_the_boundary_of_an_accumulation(test):
                         scaler.update()
         """
     )
-    assert region.boundary.boundary == "n"
     backward = next(event for event in region.events if event.kind == "scaled backward")
     step = next(event for event in region.events if event.kind == "scaler step")
     assert region.own_guards(backward) == ()
     assert [guard.boundary for guard in region.own_guards(step)] == ["n"]
-
-
-def test_no_boundary_without_a_window():
-    assert region_of(loop_of("if n:", "    scaler.scale(model(x)).backward()", "    scaler.step(opt)")).boundary is None
 
 
 def test_too_many_ways_tell_nothing():

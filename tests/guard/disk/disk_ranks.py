@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ampwise.guard.disk.catalog import checkpoints
-from ampwise.guard.disk.reading import read_into, read_plain
+from ampwise.guard.disk.reading import CheckpointReader
 from ampwise.guard.disk.writing import write_checkpoint
 
 PATIENCE_S = 120  # for an answer; a rank that waits for another waits longer
@@ -88,10 +88,11 @@ def read(rank, world, folder):
     live = placed({name: torch.zeros_like(value) for name, value in whole().items()}, mesh)
     live["buffer"] = torch.zeros(2)
     newest = checkpoints(folder)[0]
-    read_into(newest, live, dist.new_group(backend="gloo"))
+    reader = CheckpointReader(newest)
+    reader.read_into(live, dist.new_group(backend="gloo"))
     wanted = here(placed({**whole(), "buffer": torch.full((2,), 10.0)}, mesh))
     wrong = [name for name, value in here(live).items() if not torch.equal(value, wanted[name])]
-    return {"wrong": wrong, "plain": read_plain(newest, rank)}
+    return {"wrong": wrong, "plain": reader.plain(rank)}
 
 
 def write_ddp(rank, world, folder):
@@ -115,7 +116,7 @@ def write_fsdp(rank, world, folder):
     live = dict(model.named_parameters())
     write(rank, world, folder, live=live, staged=here(live))
     alone = {name: torch.zeros_like(value) for name, value in expected.items()}
-    read_into(checkpoints(folder)[0], alone, None)
+    CheckpointReader(checkpoints(folder)[0]).read_into(alone, None)
     return {"wrong": [name for name in expected if not torch.equal(alone[name], expected[name])]}
 
 
@@ -172,7 +173,7 @@ def read_nothing(rank, world, folder, buffer):
     live = placed({name: torch.zeros_like(value) for name, value in whole().items()}, mesh_of(world))
     live["buffer"] = buffer
     try:
-        read_into(checkpoints(folder)[0], live, dist.new_group(backend="gloo"))
+        CheckpointReader(checkpoints(folder)[0]).read_into(live, dist.new_group(backend="gloo"))
     finally:
         touched = [name for name, value in here(live).items() if value.any()]
         assert not touched, touched

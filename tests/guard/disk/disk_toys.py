@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from ampwise.guard.disk.layout import MANIFEST, SEAL
-from ampwise.guard.disk.reading import read_into, read_plain
+from ampwise.guard.disk.manifest import MANIFEST, SEAL
+from ampwise.guard.disk.reading import CheckpointReader
 from ampwise.guard.disk.writing import write_checkpoint
 from ampwise.runs.tensor_files import DTYPES
 
@@ -19,6 +19,18 @@ def save(folder, step=1, tensors=None, plain=None, about=None, **options):
     tensors = {"w": torch.arange(12.0).reshape(3, 4)} if tensors is None else tensors
     options = {"live": tensors, "staged": tensors, "group": None, **options}
     return write_checkpoint(folder, step=step, plain=plain, about=about or {}, **options)
+
+
+def read_into(checkpoint, tensors, group):
+    CheckpointReader(checkpoint).read_into(tensors, group)
+
+
+def read_plain(checkpoint, rank):
+    return CheckpointReader(checkpoint).plain(rank)
+
+
+def stored_tensors(checkpoint):
+    return CheckpointReader(checkpoint).stored()
 
 
 def read(checkpoint, like, group=None):

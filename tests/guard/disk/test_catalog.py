@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from ampwise.errors import BadInput
 from ampwise.guard.disk import catalog
 from ampwise.guard.disk.catalog import checkpoints, mark_bad, mark_good, next_number, prune
-from ampwise.guard.disk.layout import CHECKPOINT_FILE, MANIFEST, SEAL, plain_file, tensors_file
-from ampwise.guard.disk.manifest import CheckpointManifest, StoredFile
+from ampwise.guard.disk.manifest import (
+    CHECKPOINT_FILE,
+    MANIFEST,
+    SEAL,
+    CheckpointManifest,
+    StoredFile,
+    plain_file,
+    tensors_file,
+)
 
 from .disk_toys import save
 

@@ -16,10 +16,9 @@ import torch
 
 from ampwise.errors import BadInput
 from ampwise.guard.disk.catalog import DamagedCheckpoint, checkpoints, mark_bad, mark_good, verify
-from ampwise.guard.disk.layout import LARGEST_MANIFEST, MANIFEST, MARK, SEAL
-from ampwise.guard.disk.reading import read_into, read_plain, stored_tensors
+from ampwise.guard.disk.manifest import LARGEST_MANIFEST, MANIFEST, MARK, SEAL
 
-from .disk_toys import FILE, PLAIN, forge, forge_file, read_all, save
+from .disk_toys import FILE, PLAIN, forge, forge_file, read_all, read_into, read_plain, save, stored_tensors
 
 FILES = (FILE, PLAIN, MANIFEST, SEAL)
 
@@ -222,7 +221,7 @@ FORGED = {
     ),
     "shape without end": (setting("tensors", "w", "shape", value=[2**62, 2**62, 0]), "an invalid shape"),
     "other format": (setting("format", value="x"), "not an ampwise checkpoint manifest"),
-    "other version": (setting("version", value=1), "this ampwise reads version 2"),
+    "other version": (setting("version", value=1), "this ampwise reads version 3"),
     "missing part": (lambda facts: facts.pop("number") and None, "'number' is missing"),
     "not an object": (lambda facts: b"[]", "not an ampwise checkpoint manifest"),
     "not JSON": (lambda facts: b"{", "is damaged"),

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampwise.guard.disk import durable_files as durable
-from ampwise.guard.disk import writing
+from ampwise.guard.disk import catalog, writing
 from ampwise.guard.disk.catalog import checkpoints, prune, verify
-from ampwise.guard.disk.rank_errors import CheckpointNotSaved
+from ampwise.guard.disk.exchange import CheckpointNotSaved
 from ampwise.runs import files
 
 from .disk_toys import save
@@ -189,8 +188,8 @@ def test_folders_that_cannot_be_synced_at_all_are_no_failure(tmp_path, monkeypat
     def fsync(descriptor):
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(durable.os, "fsync", fsync)
-    durable.sync_folder(tmp_path)
+    monkeypatch.setattr(catalog.os, "fsync", fsync)
+    catalog.sync_folder(tmp_path)
 
 
 @pytest.mark.parametrize("now", [0.0, -(2.0**40), 2.0**40])

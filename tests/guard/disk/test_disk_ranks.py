@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ampwise.guard.disk import catalog
-from ampwise.guard.disk.catalog import DamagedCheckpoint, checkpoints, verify
+from ampwise.guard.disk.catalog import checkpoints, verify
 from ampwise.runs.tensor_files import read_tensors
 
 from ...night import by_night
@@ -57,61 +56,6 @@ def test_others_read_what_some_have_written(ranks, tmp_path, writers, readers):
         assert [answer.get("error") for answer in found] == [None] * world
         assert [answer["wrong"] for answer in found] == [[]] * world
         assert [answer["plain"] for answer in found] == [{"rank": rank % writers} for rank in range(world)]
-
-
-@pytest.fixture(scope="module")
-def of_three(ranks, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("three")
-    ranks("write", 3, folder)
-    return checkpoints(folder)[0]
-
-
-def shares_that_find(checkpoint, of):
-    found = {}
-    for share in range(of):
-        try:
-            verify(checkpoint, share=share, of=of)
-        except DamagedCheckpoint as error:
-            found[share] = str(error)
-    return found
-
-
-@pytest.mark.parametrize("of", [1, 2, 3, 4, 7])
-def test_any_number_of_ranks_proves_each_file_once(of_three, monkeypatch, of):
-    proven = []
-    monkeypatch.setattr(catalog, "verify_file", lambda _, name, __: proven.append(name))
-    assert shares_that_find(of_three, of) == {}
-    kinds = ("tensors-0000{}.safetensors", "plain-0000{}.json")
-    assert sorted(proven) == sorted(kind.format(rank) for rank in range(3) for kind in kinds)
-    proven.clear()
-    verify(of_three, share=1, of=3)
-    assert proven == [kind.format(1) for kind in kinds]  # what it wrote itself, if it is the same one
-
-
-@pytest.mark.few_by_day(3)
-@pytest.mark.parametrize("of", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("kind", ["tensors-0000{}.safetensors", "plain-0000{}.json"])
-@pytest.mark.parametrize("writer", [0, 1, 2])
-def test_a_flipped_bit_is_found_by_one_of_them(of_three, of, kind, writer):
-    path = of_three.path / kind.format(writer)
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    try:
-        told = f"{path.name} has changed since it was written: its checksum differs."
-        assert shares_that_find(of_three, of) == {writer % of: told}
-    finally:
-        path.write_bytes(data)
-
-
-@pytest.mark.parametrize("of", [1, 2, 4])
-def test_a_file_that_is_gone_is_reported_by_the_first_whoever_was_to_prove_it(of_three, of):
-    path = of_three.path / "plain-00002.json"
-    data = path.read_bytes()
-    path.unlink()
-    try:
-        assert shares_that_find(of_three, of)[0] == "plain-00002.json is missing."
-    finally:
-        path.write_bytes(data)
 
 
 def test_what_all_have_alike_is_written_once_and_by_all(ranks, tmp_path):

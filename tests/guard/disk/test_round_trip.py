@@ -13,10 +13,11 @@ import torch.distributed as dist
 from ampwise.errors import BadInput
 from ampwise.guard.disk import writing
 from ampwise.guard.disk.catalog import checkpoints, verify
-from ampwise.guard.disk.reading import StoredTensorInfo, read_into, read_plain, stored_tensors
+from ampwise.guard.disk.reading import CheckpointReader, StoredTensorInfo
+from ampwise.runs import files
 from ampwise.runs.tensor_files import read_tensors
 
-from .disk_toys import FILE, read, same, save, tensors_of_all_dtypes
+from .disk_toys import FILE, read, read_into, read_plain, same, save, stored_tensors, tensors_of_all_dtypes
 
 
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
@@ -32,10 +33,29 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
 
 
 def test_tensors_larger_than_what_is_read_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("ampwise.guard.disk.reading.SLAB", 100)
+    monkeypatch.setattr("ampwise.runs.tensor_files.CHUNK", 100)
     tensors = {"w": torch.randn(37, 11), "row": torch.randn(1, 300), "flat": torch.randn(299)}
     found = read(save(tmp_path, tensors=tensors), tensors)
     assert all(same(found[name], tensors[name]) for name in tensors)
+
+
+def test_a_resume_reads_each_file_once(tmp_path, monkeypatch):
+    """And in one pass: the checksum is that of the bytes that are used."""
+    tensors = {"w": torch.randn(37, 11), "flat": torch.randn(299)}
+    checkpoint = save(tmp_path, tensors=tensors)
+    opened = []
+    really = files.os.open
+
+    def noting(path, *arguments):
+        opened.append(Path(path).name)
+        return really(path, *arguments)
+
+    monkeypatch.setattr(files.os, "open", noting)
+    reader = CheckpointReader(checkpoint)
+    reader.stored()
+    reader.plain(0)
+    reader.read_into({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, None)
+    assert sorted(opened) == ["checkpoint.json", "checkpoint.sha256", "plain-00000.json", FILE]
 
 
 def test_reading_is_in_place_for_parameters_and_views(tmp_path):
@@ -152,6 +172,40 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, tensors, text):
     with pytest.raises(BadInput, match=text):
         read_into(save(tmp_path), tensors, None)
     assert not any(tensor.any() for tensor in tensors.values())
+
+
+def test_the_plan_of_many_ranks():
+    """Copies are spread over the ranks that have them; what may differ is the first rank's, whatever others have."""
+
+    def piece(name, shape, offsets=None, sizes=None, alike=True):
+        return writing.LocalPiece(name, "F32", shape, offsets or (0,) * len(shape), sizes or shape, alike)
+
+    ranks = [
+        [
+            *(piece(f"copy{number}", (10,)) for number in range(4)),
+            piece("rows", (5, 2), (3 * (rank % 2), 0), (3 - rank % 2, 2)),  # each half on two of four ranks
+            piece("running_mean", (1 + rank,), alike=False),
+            piece("steps", ()),
+        ]
+        for rank in range(4)
+    ]
+    planned = writing.plan_pieces(ranks)
+    writers = {name: [found.file[8:13] for found in tensor.pieces] for name, tensor in planned.items()}
+    assert sorted(writers[f"copy{number}"][0] for number in range(4)) == ["00000", "00001", "00002", "00003"]
+    assert [found.key for found in planned["rows"].pieces] == ["rows [0:3, 0:2]", "rows [3:5, 0:2]"]
+    assert (writers["running_mean"], planned["running_mean"].shape) == (["00000"], (1,))
+    assert writers["steps"] == ["00000"]
+    with pytest.raises(BadInput, match="'w' has another dtype or shape on rank 1 than on others"):
+        writing.plan_pieces([[piece("w", (2,))], [piece("w", (3,))]])
+
+
+def test_names_that_are_the_same_in_a_file(tmp_path):
+    writer = writing._CheckpointWriter(tmp_path, 1, 0)
+    shard = writing.LocalPiece("w", "F32", (4,), (0,), (2,), True)
+    other = shard._replace(offsets=(2,))
+    full = writing.LocalPiece("w [0:2]", "F32", (2,), (0,), (2,), True)
+    with pytest.raises(BadInput, match="two tensors, or pieces of them, have the same name in a file"):
+        writer.plan([([shard, other, full], 0)])
 
 
 def test_a_folder_may_be_named_by_text_and_made(tmp_path):

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.numbers.census import cpu
-from ampwise.numbers.census.count_row import SINGLE
-from ampwise.numbers.census.reference import count_in_torch, merge_rows
+from ampwise.numbers.census.count_row import SINGLE, count_in_torch, merge_rows
 
 from .conftest import hard_cases, wild_floats
 

@@ -29,9 +29,8 @@ def test_the_compiled_kernel_counts_what_the_reference_counts():
 @pytest.mark.parametrize("ptx", [True, False], ids=["ptx", "portable"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_are_equal_to_the_last_count(ptx, dtype):
-    from ampwise.numbers.census.count_row import SINGLE
+    from ampwise.numbers.census.count_row import SINGLE, count_in_torch
     from ampwise.numbers.census.launch import TensorBatch, count_into_, new_buffer
-    from ampwise.numbers.census.reference import count_in_torch
 
     torch.manual_seed(0)
     tensors = [(torch.randn(n, device="cuda") * 10.0**-i).to(dtype) for i, n in enumerate([7, 65536, 1_000_003])]

@@ -47,8 +47,8 @@ def test_an_unaligned_view_is_copied_and_an_unread_result_holds_no_gradients():
     assert not counted.batch.kept
 
 
-@pytest.mark.half_by_day
-@pytest.mark.parametrize("scale", [1.0, 65536.0, 1000.0, 2.0**120])
+@pytest.mark.few_by_day(4)
+@pytest.mark.parametrize("scale", [1000.0, 1.0, 65536.0, 2.0**120])
 def test_gradients_of_a_scaled_loss_are_counted_in_true_units(scale):
     factor = torch.tensor(scale).double().reciprocal().float()
     counted = launch_census(list(SMALL.values()), torch.tensor(scale)).fetch()

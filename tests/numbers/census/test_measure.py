@@ -10,7 +10,7 @@ import torch
 from ampwise import Census, DeviceCensus, census
 from ampwise.errors import UnsupportedTensor
 from ampwise.numbers.census import cpu
-from ampwise.numbers.census.reference import count_in_torch
+from ampwise.numbers.census.count_row import count_in_torch
 
 from .conftest import hard_cases, wild_floats
 

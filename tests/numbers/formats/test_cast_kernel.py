@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from ampwise.numbers.emulation.recipe import round_operand  # noqa: E402
 from ampwise.numbers.formats import BLOCK_FORMATS, FORMATS, Format  # noqa: E402
 from ampwise.numbers.formats.cast_launch import can_round, launch_cast  # noqa: E402
 
+from ...night import NIGHTLY  # noqa: E402
 from .kernel_cases import (  # noqa: E402
     ALL,
     DTYPES,
@@ -90,6 +91,7 @@ any_fp32 = st.integers(1, 0x7F7FFFFF).map(lambda bits: torch.tensor(bits, dtype=
 makes_ties = st.builds(lambda few, power: 2688.0 * few * 2.0**power, st.integers(1, 63), st.integers(-130, 108))
 
 
+@settings(max_examples=100 if NIGHTLY else 20)
 @given(any_fp32 | makes_ties, st.integers(0, 4))
 @example(torch.finfo(torch.float32).max, 0)
 @example(torch.finfo(torch.float32).smallest_normal, 0)
@@ -133,7 +135,7 @@ def test_blocks_that_are_not_finite_are_nan_and_leave_the_others_alone(dtype, di
     assert launch_cast(values[broken], NVFP4).isnan().all()
 
 
-@pytest.mark.few_by_day(3)
+@pytest.mark.few_by_day(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(5, 2100), (300, 33), (2, 20, 140)], ids=str)
 def test_blocks_of_many_tiles_keep_their_own_scales(shape, dtype):
@@ -142,7 +144,7 @@ def test_blocks_of_many_tiles_keep_their_own_scales(shape, dtype):
         assert_same_bits(launch_cast(values, NVFP4, dim=dim), cast(values, "nvfp4", dim=dim))
 
 
-@pytest.mark.few_by_day(3)
+@pytest.mark.few_by_day(5)
 @pytest.mark.parametrize("name", ["e4m3fn", "mxfp8_e5m2", "nvfp4"])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape) < 4], ids=str)
 def test_along_any_dimension_of_any_layout(name, shape):
@@ -153,7 +155,7 @@ def test_along_any_dimension_of_any_layout(name, shape):
             assert_same_bits(ours, round_operand(values, fmt, dim, scaled=False))
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e5m2fnuz", "e2m1", "fp16", "bf16"])
 def test_scaled_by_the_largest(name):
     for label, values in hard_values(torch.float32, 1100).items():

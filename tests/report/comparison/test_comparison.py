@@ -15,9 +15,8 @@ from ampwise.finding.strict_json import dumps
 from ampwise.numbers.census.algebra import Census
 from ampwise.report.comparison.comparison import Comparison
 from ampwise.report.comparison.numbers import TOO_FEW, UNCLEAR, ComparedNumber
-from ampwise.runs.bucket import StepBucket, merge_buckets
 from ampwise.runs.reader import Run
-from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
+from ampwise.runs.rows import CountedFinding, LayerSample, StepBucket, StepRow, merge_buckets
 
 from ..conftest import CLIP
 

@@ -100,7 +100,7 @@ def test_a_loss_that_is_better_comes_with_a_caution(make_run, make_steps):
     from dataclasses import replace
 
     from ampwise.report.comparison.numbers import SEED_WARNING
-    from ampwise.runs.bucket import NumberStats
+    from ampwise.runs.rows import NumberStats
 
     worse = [replace(one, loss=NumberStats.of(9.0)) for one in make_steps(120)]
     compared = Comparison.of(make_run(), make_run(steps=worse, folder=Path("b")))

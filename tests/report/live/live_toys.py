@@ -17,8 +17,8 @@ import threading
 import time
 
 from ampwise.finding import Place
+from ampwise.finding.registry import find_rule
 from ampwise.numbers.census.algebra import Census
-from ampwise.rules import find_rule
 from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
 from ampwise.runs.writer import RecordWriter
 

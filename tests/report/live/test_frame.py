@@ -13,10 +13,9 @@ from rich.cells import cell_len
 from ampwise.finding import Severity
 from ampwise.report.live.frame import TerminalSize, draw_curves, draw_frame
 from ampwise.report.live.run_state import format_duration, one_line, state_of
-from ampwise.runs.bucket import StepBucket
 from ampwise.runs.events import LoggedEvent
 from ampwise.runs.reader import Run
-from ampwise.runs.rows import LayerSample
+from ampwise.runs.rows import LayerSample, StepBucket
 
 from .live_toys import FADING, HEALTHY, clipped, layers, step
 
@@ -49,9 +48,9 @@ hostile = st.text(max_size=60) | st.sampled_from(
     width=st.integers(1, 160),
     height=st.integers(1, 50),
     encoding=st.sampled_from(["utf-8", "ascii", "latin-1", "cp437"]),
-    steps=st.integers(0, 300),
-    messages=st.lists(hostile, max_size=30),
-    names=st.lists(hostile, max_size=30, unique=True),
+    steps=st.integers(0, 150),
+    messages=st.lists(hostile, max_size=12),
+    names=st.lists(hostile, max_size=12, unique=True),
     script=hostile,
 )
 def test_it_always_fits(width, height, encoding, steps, messages, names, script):

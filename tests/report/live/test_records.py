@@ -2,7 +2,7 @@
 
 import pytest
 
-from ampwise.report.live.wait_for_record import find_record
+from ampwise.report.live.poller import find_record
 from ampwise.runs.writer import RecordWriter
 
 

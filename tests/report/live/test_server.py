@@ -25,10 +25,9 @@ import pytest
 from ampwise import BadInput
 from ampwise.cli import main
 from ampwise.report.live import server as server_module
-from ampwise.report.live.open_browser import redirect_page
-from ampwise.report.live.server import PageCache, serve
+from ampwise.report.live.server import PageCache, redirect_page, serve
 from ampwise.report.page import page, update
-from ampwise.runs.follower import RecordFollower
+from ampwise.runs.reader import RecordFollower
 from ampwise.runs.writer import RecordWriter
 
 from .live_toys import growing, step, stop

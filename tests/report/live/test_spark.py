@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.report.curves import thin_out
-from ampwise.report.live.sparkline import ASCII, BAD, CurveAxis, axis_of, columns_in, draw
-from ampwise.runs.bucket import NO_STATS, NumberStats, StepBucket
-from ampwise.runs.rows import StepRow
+from ampwise.report.live.frame import ASCII, BAD, CurveAxis, axis_of, columns_in, draw
+from ampwise.runs.rows import NO_STATS, NumberStats, StepBucket, StepRow
 
 # The dots of a braille character have had their numbers since before computers; from below, by column.
 NUMBERS = ((7, 3, 2, 1), (8, 6, 5, 4))

@@ -17,7 +17,7 @@ from ampwise.report.live import terminal as terminal_module
 from ampwise.report.live.poller import RecordPoller
 from ampwise.report.live.terminal import poll
 from ampwise.runs.findings_json import findings_data
-from ampwise.runs.follower import RecordFollower
+from ampwise.runs.reader import RecordFollower
 from ampwise.runs.writer import RecordWriter
 
 from ...night import by_night
@@ -116,26 +116,13 @@ def test_ctrl_c_leaves_the_watcher_and_the_screen_in_order(tmp_path):
         assert RecordFollower(tmp_path / "run").look().steps[-1].last == 121
 
 
-def test_kill_leaves_the_screen_in_order(tmp_path):
-    with (
-        growing(tmp_path / "run"),
-        Terminal("watch", str(tmp_path / "run"), "--interval", "0.2") as terminal,
-    ):
-        terminal.until(lambda screen: "step 120" in screen.text)
-        assert not terminal.screen.cursor_shown
-        os.kill(terminal.process.pid, signal.SIGTERM)
-        assert terminal.end() == 128 + signal.SIGTERM
-        assert terminal.screen.cursor_shown
-        assert not terminal.screen.is_second
-        assert terminal.screen.text == ""
-
-
-def test_ctrl_z_gives_the_screen_back_until_it_goes_on(tmp_path):
+def test_ctrl_z_and_kill_give_the_screen_back(tmp_path):
     with (
         growing(tmp_path / "run") as writer,
         Terminal("watch", str(tmp_path / "run"), "--interval", "0.2") as terminal,
     ):
         terminal.until(lambda screen: "step 120" in screen.text)
+        assert not terminal.screen.cursor_shown
         os.kill(terminal.process.pid, signal.SIGTSTP)
         terminal.until(lambda screen: not screen.is_second and screen.cursor_shown)
         assert os.WIFSTOPPED(os.waitpid(terminal.process.pid, os.WUNTRACED)[1])
@@ -144,8 +131,10 @@ def test_ctrl_z_gives_the_screen_back_until_it_goes_on(tmp_path):
         os.kill(terminal.process.pid, signal.SIGCONT)
         terminal.until(lambda screen: "step 121" in screen.text)
         assert terminal.screen.is_second
-        writer.close("finished", 0)
-        assert terminal.end() == 0
+        os.kill(terminal.process.pid, signal.SIGTERM)
+        assert terminal.end() == 128 + signal.SIGTERM
+        assert terminal.screen.cursor_shown
+        assert not terminal.screen.is_second
 
 
 @pytest.mark.nightly
@@ -168,7 +157,7 @@ def test_a_window_that_changes_its_size(tmp_path):
         assert terminal.end() == 0
 
 
-def test_trouble_has_a_line(tmp_path):
+def test_trouble_has_a_line_and_names_from_a_script_do_nothing_to_the_terminal(tmp_path):
     with growing(tmp_path / "run") as writer:
         with (writer.folder / "layers.jsonl").open("ab") as file:
             file.write(b"nonsense\n")
@@ -177,6 +166,9 @@ def test_trouble_has_a_line(tmp_path):
             screen = terminal.until(lambda screen: "step 120" in screen.text)
             assert "layers.jsonl: 1 of 2 lines cannot be read" in screen.text
             assert "(and 1 more)" in screen.text
+            writer.findings([clipped("\x1b[2J\x1b]0;title\x07[bold red]gone[/]\nnext")])
+            screen = terminal.until(lambda screen: "gone" in screen.text)  # a strange sequence is refused by Screen
+            assert r"\x1b[2J\x1b]0;title\x07[bold red]gone[/] next" in screen.text
 
 
 def test_a_record_that_cannot_be_read_for_a_while_stays_on_the_screen(tmp_path):
@@ -198,36 +190,17 @@ def test_a_record_that_cannot_be_read_for_a_while_stays_on_the_screen(tmp_path):
         assert terminal.end() == 0
 
 
-def test_a_terminal_without_unicode(tmp_path):
-    with (
-        growing(tmp_path / "run"),
-        Terminal(
-            *("watch", str(tmp_path / "run"), "--interval", "0.2"), PYTHONIOENCODING="ascii", LC_ALL="C"
-        ) as terminal,
-    ):
-        screen = terminal.until(lambda screen: "step 120" in screen.text)
-        assert screen.text.isascii()
-        assert "x120" in screen.text
-        assert "\\u" not in screen.text
-
-
-def test_once_in_a_terminal(tmp_path):
-    with growing(tmp_path / "run"), Terminal("watch", str(tmp_path / "run"), "--once") as terminal:
+def test_once_in_a_terminal_without_unicode(tmp_path):
+    words = ("watch", str(tmp_path / "run"), "--once")
+    with growing(tmp_path / "run"), Terminal(*words, PYTHONIOENCODING="ascii", LC_ALL="C") as terminal:
         assert terminal.end() == 0
-        assert "step 120" in terminal.screen.text
-        assert "error[AMP101]" in terminal.screen.text
-        assert "running" in terminal.screen.text
-
-
-def test_names_from_a_script_do_nothing_to_the_terminal(tmp_path):
-    with (
-        growing(tmp_path / "run") as writer,
-        Terminal("watch", str(tmp_path / "run"), "--interval", "0.2", width=120) as terminal,
-    ):
-        writer.findings([clipped("\x1b[2J\x1b]0;title\x07[bold red]gone[/]\nnext")])
-        writer.flush()
-        screen = terminal.until(lambda screen: "gone" in screen.text)  # a strange sequence would be refused by Screen
-        assert r"\x1b[2J\x1b]0;title\x07[bold red]gone[/] next" in screen.text
+        text = terminal.screen.text
+        assert "step 120" in text
+        assert "error[AMP101]" in text
+        assert "running" in text
+        assert text.isascii()
+        assert "x120" in text
+        assert "\\u" not in text
 
 
 # --- elsewhere -----------------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from ampwise.numbers.formats import find_scalar_format
 from ampwise.report.formatting import format_percent
 from ampwise.report.layers import layers_of
 from ampwise.report.page import comparison_page, page
-from ampwise.runs.bucket import StepBucket
-from ampwise.runs.rows import StepRow
+from ampwise.runs.rows import StepBucket, StepRow
 
 from ...night import NIGHTLY, by_night
 from .conftest import Ears

@@ -16,10 +16,9 @@ from ampwise.finding import Place
 from ampwise.finding.terminal import printable
 from ampwise.numbers.census.algebra import Census
 from ampwise.report.page import GENERATOR_MARK, comparison_page, page, update
-from ampwise.runs.bucket import StepBucket
 from ampwise.runs.events import LoggedEvent
 from ampwise.runs.reader import Run
-from ampwise.runs.rows import CountedFinding, StepRow
+from ampwise.runs.rows import CountedFinding, StepBucket, StepRow
 
 from ...night import NIGHTLY
 

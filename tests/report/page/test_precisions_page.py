@@ -6,9 +6,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from ampwise.finding.registry import run_checks
 from ampwise.report.page import GENERATOR_MARK
 from ampwise.report.page.page_file import check_page_path
-from ampwise.rules import run_checks
 from ampwise.tune.compare.page import precisions_page
 from ampwise.tune.compare.speeds import (
     GpuClocks,

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from ampwise.finding import Place
-from ampwise.report.printers.excerpt import SourceFiles, excerpt
+from ampwise.report.source_lines import SourceFiles, excerpt
 
 SCRIPT = "import torch\nscaler = GradScaler()\nloss.backward()\n\tstep(x)\nend()\nlast()\n"
 

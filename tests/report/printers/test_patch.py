@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ampwise.finding import Edit, edited
 from ampwise.report.printers.edit_preview import preview_edits
-from ampwise.report.printers.excerpt import SourceFiles
+from ampwise.report.source_lines import SourceFiles
 
 SCRIPT = (
     "import torch\nscaler = GradScaler()\nloss.backward()\nclip()\nstep()\nupdate()\nzero()\nsave()\nlog()\nend()\n"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ampwise.errors import BadInput
 from ampwise.finding import Edit
 from ampwise.report.printers import output_formats
-from ampwise.report.printers.statistics import render_statistics
+from ampwise.report.printers.summary import render_statistics
 
 EDITS = [Edit(1, 1, 1, 1, "x")]
 

@@ -243,7 +243,7 @@ def test_every_sign_that_is_written_has_another_in_ascii():
         node.value
         for file in files
         for node in ast.walk(ast.parse(file.read_text("utf-8")))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and file.stem != "sparkline"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     signs = sorted({char for text in texts for char in text if ord(char) > 127} - {"\N{BRAILLE PATTERN DOTS-12345678}"})
     assert signs

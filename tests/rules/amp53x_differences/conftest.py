@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ampwise.finding.call_site import CallSite
-from ampwise.rules import run_checks
+from ampwise.finding.registry import run_checks
 from ampwise.tune.diff.step_difference import ErrorLocation, ModuleRow, OpRow, ParameterRow, SideFacts, StepDifference
 from ampwise.tune.diff.tensor_difference import ComparedTensor, TensorDifference
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ampwise.finding import Place
-from ampwise.rules import run_checks
+from ampwise.finding.registry import run_checks
 from ampwise.rules.amp5xx_speed import (
     fp8_misaligned,
     misaligned_activations,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ampwise.rules import run_checks
+from ampwise.finding.registry import run_checks
 from ampwise.rules.amp5xx_speed import (
     casts_take_time,
     clocks_held_back,

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from ampwise.finding.registry import run_checks
 from ampwise.numbers.census.algebra import Census
-from ampwise.rules import run_checks
 from ampwise.runs.rows import LayerSample, StepRow
 from ampwise.watch.findings import Findings
 from ampwise.watch.gradient_health import GradientHealth

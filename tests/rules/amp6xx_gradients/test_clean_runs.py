@@ -10,9 +10,7 @@ from torch import nn
 
 from ampwise.numbers.census.measure import census
 from ampwise.runs.rows import LayerSample, StepRow
-from ampwise.watch.gradient_health import GradientHealth
-from ampwise.watch.scaler_settings import suggested_settings
-from ampwise.watch.streaks import BadStep
+from ampwise.watch.gradient_health import BadStep, GradientHealth, suggested_settings
 
 from .runs import NAMES, findings, gradients, sampled, scaler_rows, stepped, through_fp16
 
@@ -102,7 +100,7 @@ def test_one_skip_in_each_growth_interval_is_by_design(interval):
 
 def test_an_empty_run_is_clean():
     assert findings(GradientHealth()) == {}
-    assert suggested_settings(GradientHealth()) is None
+    assert not suggested_settings(GradientHealth())
     assert findings(GradientHealth(precision="fp16")) == {}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from ampwise.rules.amp6xx_gradients import non_finite_gradients, non_finite_loss
 from ampwise.runs.rows import StepRow
-from ampwise.watch.streaks import BadStep
+from ampwise.watch.gradient_health import BadStep
 
 from .runs import NAMES, findings, judged, scaler_rows, stepped
 

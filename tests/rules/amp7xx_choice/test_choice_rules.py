@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ampwise.finding.registry import find_rule, rule_modules
 from ampwise.hardware import Cpu, gpu_named
 from ampwise.hardware.target import target_for_capability, target_for_cpu, target_for_gpu, unknown_target
-from ampwise.rules import find_rule, rule_modules
 from ampwise.tune.advise.choice import PrecisionChoice, parse_scaling
 from ampwise.tune.advise.claims import CLAIMS, IDEAS, objections
 from ampwise.tune.advise.model import ModelFacts

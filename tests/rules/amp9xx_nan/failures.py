@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from ampwise.finding.call_site import CallSite
+from ampwise.finding.registry import run_checks
 from ampwise.numbers.census.algebra import Census
-from ampwise.rules import run_checks
 from ampwise.trace.failure import (
     BadTensor,
     Failure,

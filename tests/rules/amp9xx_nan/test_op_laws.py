@@ -120,40 +120,23 @@ failures = st.builds(
 
 
 @given(failures)
-def test_exactly_one_rule_speaks(failure):
+def test_one_rule_speaks_plainly(failure):
     (finding,) = findings(failure)
     assert failure.kind in KINDS
     assert finding.rule.name == failure.kind
     assert len(finding.message.splitlines()) == 1
-    assert finding.fix.strip()
-
-
-@given(failures)
-def test_the_evidence_is_plain_data(failure):
-    (finding,) = findings(failure)
-    assert to_json_types(finding.evidence) == finding.evidence
-    assert json.loads(dumps(finding.evidence)) == finding.evidence
-    assert None not in finding.evidence.values()
-
-
-@given(failures)
-def test_the_message_names_the_operation(failure):
-    (finding,) = findings(failure)
     if failure.origin is not None and failure.source is None and failure.kind != "not-reproduced":
         assert failure.origin.name in finding.message
         assert finding.evidence["op"] == failure.origin.op
-
-
-@given(failures)
-def test_remedies_are_python_and_can_be_tried(failure):
+    # The evidence is plain data.
+    assert to_json_types(finding.evidence) == finding.evidence
+    assert json.loads(dumps(finding.evidence)) == finding.evidence
+    assert None not in finding.evidence.values()
+    # Code in a fix, and in every remedy that can be tried, is Python.
+    assert finding.fix.strip()
+    lines = finding.fix.split("\n")
+    ast.parse("\n".join(line.removeprefix("    ") for line in lines if line.startswith("    ")))
     for remedy in remedies_for(failure):
         ast.parse(remedy.code)
         assert remedy.change in CHANGES
         assert remedy.what
-
-
-@given(failures)
-def test_code_in_a_fix_is_python(failure):
-    (finding,) = findings(failure)
-    lines = finding.fix.split("\n")
-    ast.parse("\n".join(line.removeprefix("    ") for line in lines if line.startswith("    ")))

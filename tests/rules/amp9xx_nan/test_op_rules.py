@@ -10,10 +10,10 @@ import pytest
 from ampwise.cli import main
 from ampwise.finding import Place, Severity
 from ampwise.finding.call_site import CallSite
+from ampwise.finding.registry import rule_modules
 from ampwise.finding.strict_json import dumps
 from ampwise.numbers.number_text import number_text
 from ampwise.report.printers import output_formats, print_findings
-from ampwise.rules import rule_modules
 from ampwise.rules.amp9xx_nan.failure_text import operand_texts
 from ampwise.runs.findings_json import findings_data, read_findings
 from ampwise.runs.rows import CountedFinding

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from ampwise.runs.rows import LayerSample, StepRow
-from ampwise.runs.sinks import delivery, requested_sinks
-from ampwise.runs.sinks.delivery import BATCH, MOST_SAMPLES
+from ampwise.runs.sinks import requested_sinks, run_sinks
 from ampwise.runs.sinks.metrics import TimedEvent
-from ampwise.runs.sinks.wait_limits import WaitLimits
+from ampwise.runs.sinks.run_sinks import BATCH, MOST_SAMPLES, WaitLimits
 
 from .sink_toys import Toy, all_sinks, steps
 
@@ -133,7 +132,7 @@ def test_a_sink_that_hangs_holds_up_neither_training_nor_end_nor_other_sinks():
 
 
 def test_a_full_queue_drops_the_oldest_and_says_so_at_the_end(monkeypatch):
-    monkeypatch.setattr(delivery, "MOST_WAITING", 10)
+    monkeypatch.setattr(run_sinks, "MOST_WAITING", 10)
     toy = Toy(held=True)
     sinks, found = all_sinks(toy.opening)
     send(sinks, 1)
@@ -147,7 +146,7 @@ def test_a_full_queue_drops_the_oldest_and_says_so_at_the_end(monkeypatch):
 
 
 def test_of_several_troubles_the_first_is_reported(monkeypatch):
-    monkeypatch.setattr(delivery, "MOST_WAITING", 10)
+    monkeypatch.setattr(run_sinks, "MOST_WAITING", 10)
     toy = Toy(held=True, fails="close")
     sinks, found = all_sinks(toy.opening)
     send(sinks, 1)
@@ -175,7 +174,7 @@ def test_a_second_interrupt_ends_the_waiting():
     sinks, found = all_sinks(toy.opening)
     send(sinks, 1)
     assert toy.gate.wait(120)
-    sinks._deliveries[0]._done.wait = lambda seconds: os.kill(os.getpid(), signal.SIGINT)
+    sinks._threads[0]._done.wait = lambda seconds: os.kill(os.getpid(), signal.SIGINT)
     sinks.close(3600)
     assert "abandoned" in said(found)
     toy.may_go.set()
@@ -229,7 +228,7 @@ def test_handing_over_waits_for_nobody():
     sinks, found = all_sinks(toy.opening)
     sinks.send(*steps([1.0]))
     assert toy.gate.wait(120)
-    (one,) = sinks._deliveries
+    (one,) = sinks._threads
     for each in steps([1.0] * 500):
         one.put(TimedEvent(1e9, each))
     assert (one.sent, one._facts.qsize()) == (0, 500), "all that while the sink had the first in hand"
@@ -291,7 +290,7 @@ def test_few_samples_wait_and_the_steps_stay():
     for step in range(2, 102):
         sinks.send(StepRow(step=step, loss=1.0))
         sinks.send(sample(step))
-    (delivery_,) = sinks._deliveries
+    (delivery_,) = sinks._threads
     assert len(delivery_._samples) == MOST_SAMPLES
     assert delivery_._facts.qsize() == 100 + MOST_SAMPLES
     toy.may_go.set()
@@ -302,20 +301,20 @@ def test_few_samples_wait_and_the_steps_stay():
 
 
 def test_samples_that_are_dropped_with_the_oldest_make_room(monkeypatch):
-    monkeypatch.setattr(delivery, "MOST_WAITING", 4)
+    monkeypatch.setattr(run_sinks, "MOST_WAITING", 4)
     toy = Toy(held=True)
     sinks, _ = all_sinks(toy.opening)
     send(sinks, 1)
     assert toy.gate.wait(120)
     for step in range(2, 102):
         sinks.send(sample(step))
-    assert len(sinks._deliveries[0]._samples) == 4
+    assert len(sinks._threads[0]._samples) == 4
     toy.may_go.set()
     sinks.close(60)
 
 
 def test_the_rate_of_skips_counts_what_was_left_out(monkeypatch):
-    monkeypatch.setattr(delivery, "MOST_WAITING", 10)
+    monkeypatch.setattr(run_sinks, "MOST_WAITING", 10)
     toy = Toy(held=True)
     sinks, _ = all_sinks(toy.opening)
     send(sinks, 1)
@@ -346,7 +345,7 @@ def slowly(number, seconds):
 
 def test_a_sink_that_gets_on_is_waited_for():
     sinks, found, rows = slowly(10, 0.02)
-    sinks._patience = WaitLimits(still=60.0, in_all=120.0)
+    sinks._limits = WaitLimits(still=60.0, in_all=120.0)
     sinks.close()
     assert len(rows) == 10
     assert not found
@@ -354,7 +353,7 @@ def test_a_sink_that_gets_on_is_waited_for():
 
 def test_but_not_for_ever():
     sinks, found, rows = slowly(300, 0.1)
-    sinks._patience = WaitLimits(still=20.0, in_all=0.3)
+    sinks._limits = WaitLimits(still=20.0, in_all=0.3)
     sinks.close()
     assert len(rows) < 300
     assert "was still busy when the run ended" in said(found)
@@ -434,12 +433,12 @@ def test_a_process_forked_while_a_sink_imports_can_import_too(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_forks_wait_for_a_hanging_sink_once(monkeypatch):
-    monkeypatch.setattr(delivery, "LONGEST_BEFORE_FORKS", 0.5)
+    monkeypatch.setattr(run_sinks, "LONGEST_BEFORE_FORKS", 0.5)
     toy = Toy(held=True)
     sinks, _ = all_sinks(toy.opening)
     send(sinks, 1)
     assert toy.gate.wait(120)
-    (one,) = sinks._deliveries
+    (one,) = sinks._threads
     waits, wait = [], one._settled.wait
     one._settled.wait = lambda seconds: waits.append(seconds) or wait(seconds)
     for _ in range(10):

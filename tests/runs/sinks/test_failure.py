@@ -2,7 +2,7 @@
 
 import pytest
 
-from ampwise.runs.sinks.failure import SinkFailure, SinkPhase
+from ampwise.runs.sinks.run_sinks import SinkFailure, SinkPhase
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_wandb_in_a_script_with_a_run_of_its_own(tmp_path):
     for step in range(10):
         for part in range(3):  # three of ours for one of theirs, and each would count as a step
             sinks.send(StepRow(step=3 * step + part + 1, loss=float(step)))
-        delivery = sinks._deliveries[0]
+        delivery = sinks._threads[0]
         while delivery.sent < 3 * (step + 1):
             time.sleep(0.002)
         wandb.log({"accuracy": step / 10}, step=step)
@@ -259,7 +259,7 @@ def test_wandb_in_a_script_that_begins_its_run_later_or_ends_it_early(tmp_path):
     quiet = wandb.Settings(silent=True, console="off")
     sinks = begin("wandb")
     sinks.send(StepRow(step=1, loss=1.0))
-    while not sinks._deliveries[0].sent:
+    while not sinks._threads[0].sent:
         time.sleep(0.01)
     theirs = wandb.init(project="theirs", mode="offline", settings=quiet)
     wandb.log({"accuracy": 0.5})
@@ -289,11 +289,11 @@ def test_wandb_in_a_script_that_begins_its_run_later_or_ends_it_early(tmp_path):
     ("environment", "netrc", "mode"),
     [
         ({}, "", "offline"),
-        *by_night(({"WANDB_MODE": "disabled"}, "", None)),
-        # Not silent, it would ask its server for the user's name, to greet; where there is no network, for long.
-        ({"WANDB_SILENT": "true"}, f"machine api.wandb.ai login user password {'a' * 40}", None),
         *by_night(
-            ({"WANDB_BASE_URL": "https://wandb.example.org"}, f"machine api.wandb.ai password {'a' * 40}", "offline")
+            ({"WANDB_MODE": "disabled"}, "", None),
+            # Not silent, it would ask its server for the user's name, to greet; where there is no network, for long.
+            ({"WANDB_SILENT": "true"}, f"machine api.wandb.ai login user password {'a' * 40}", None),
+            ({"WANDB_BASE_URL": "https://wandb.example.org"}, f"machine api.wandb.ai password {'a' * 40}", "offline"),
         ),
     ],
     ids=["nobody", "mode", "netrc", "another host"],

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.finding import Place
+from ampwise.finding.registry import find_rule
 from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.census.underflow import underflow
-from ampwise.rules import find_rule
 from ampwise.runs.events import LoggedEvent
 from ampwise.runs.rows import SKIP_RATE_STEPS, CountedFinding, LayerSample, StepRow
 from ampwise.runs.sinks.metrics import METRICS, PREFIX, STEP, MetricRows, SkipCounter, TimedEvent

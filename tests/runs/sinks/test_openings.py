@@ -12,8 +12,7 @@ import pytest
 
 from ampwise.errors import BadInput, MissingDependency, UnknownName
 from ampwise.runs.sinks import SinkSyntax, built_in_kinds, requested_sinks
-from ampwise.runs.sinks.separate_random import use_separate_random
-from ampwise.runs.sinks.sink_context import SinkContext
+from ampwise.runs.sinks.sink_context import SinkContext, use_separate_random
 
 from .sink_toys import all_sinks, steps
 

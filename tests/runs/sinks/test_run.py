@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ampwise.finding import Place
-from ampwise.rules import find_rule
+from ampwise.finding.registry import find_rule
 from ampwise.runs.events import LoggedEvent
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import CountedFinding, LayerSample, StepRow

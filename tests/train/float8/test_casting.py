@@ -142,8 +142,8 @@ def test_the_kernel_shows_what_is_not_finite(bad, is_current):
 @pytest.mark.parametrize("size", [1, 5, 4096, 10000])
 @pytest.mark.parametrize("special", [None, -INF, NAN])
 def test_the_kernel_for_magnitudes(monkeypatch, dtype, size, special):
-    kernel = pytest.importorskip("ampwise.train.float8.amax_kernel")
-    monkeypatch.setattr(kernel, "PROGRAMS", 2)  # so that each has several turns
+    kernel = pytest.importorskip("ampwise.train.float8.kernel")
+    monkeypatch.setattr(kernel, "AMAX_PROGRAMS", 2)  # so that each has several turns
     torch.manual_seed(0)
     x = torch.randn(size).to(dtype)
     x[-1] = -7.0 if special is None else special

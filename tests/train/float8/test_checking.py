@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ampwise.errors import MissingDependency, PrecisionUnavailable
-from ampwise.train.float8 import kernel_check as checking
+from ampwise.train.float8 import backends as checking
+from ampwise.train.float8.backends import refuse_wrong_kernels, wrong_results
 from ampwise.train.float8.fp8_cast import Fp8Matrix, cast_to_fp8
-from ampwise.train.float8.kernel_check import refuse_wrong_kernels, wrong_results
 from ampwise.train.float8.recipe import Fp8
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampwise import Engine, Policy
+from ampwise.train.float8.backends import wrong_results
 from ampwise.train.float8.fp8_cast import AMAX, E4M3, E5M2, SATURATED, cast_reference, cast_to_fp8
 from ampwise.train.float8.fp8_linear import fp8_linear
-from ampwise.train.float8.kernel_check import wrong_results
 from ampwise.train.float8.recipe import RECIPES, Fp8
 from ampwise.train.float8.recipe_timing import CALLS, ROUNDS, WARM_UP, time_graphs_in_turns
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from ampwise import Policy
 from ampwise.errors import BadInput, MissingDependency
+from ampwise.train.float8 import backends as by_transformer_engine
 from ampwise.train.float8 import torchao_backend as by_torchao
-from ampwise.train.float8 import transformer_engine_backend as by_transformer_engine
 from ampwise.train.float8.backends import make_forward
 from ampwise.train.float8.layer_choice import choose_layers
 from ampwise.train.float8.layer_forward import AmpwiseForward, has_fp8_forward, install_forward, remove_forward
@@ -298,7 +298,7 @@ def test_transformer_engine_with_current_scaling(stand_in):
 
 
 def test_transformer_engine_that_is_missing():
-    if importlib.util.find_spec(by_transformer_engine.PACKAGE):
+    if importlib.util.find_spec(by_transformer_engine.TRANSFORMER_ENGINE_PACKAGE):
         pytest.skip("it is installed")
     with pytest.raises(MissingDependency, match=r"Transformer Engine is not installed .* or remove backend"):
         make_forward(layer(), Fp8("delayed", "transformer-engine"))

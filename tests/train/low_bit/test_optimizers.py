@@ -10,9 +10,12 @@ from torch.nn import functional as F
 
 import ampwise
 from ampwise import BadInput, Engine, MissingDependency, UnknownName, make_optimizer
-from ampwise.train.low_bit.optimizers import OPTIMIZER_NAMES, TORCHAO_OPTIMIZERS
-from ampwise.train.low_bit.quantized_state import QUANTIZED_OPTIMIZERS
-from ampwise.train.low_bit.safe_updates import keeps_small_updates
+from ampwise.train.low_bit.optimizers import (
+    OPTIMIZER_NAMES,
+    QUANTIZED_OPTIMIZERS,
+    TORCHAO_OPTIMIZERS,
+    keeps_small_updates,
+)
 
 torchao = pytest.importorskip("torchao.optim")
 

@@ -7,7 +7,7 @@ from torch import nn
 import ampwise
 from ampwise.check.source.project import Project
 from ampwise.check.source_rules import matching_rules
-from ampwise.rules import source_rules
+from ampwise.finding.registry import source_rules
 from ampwise.watch.watch import Watch
 
 SCRIPT = """

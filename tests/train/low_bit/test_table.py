@@ -7,7 +7,7 @@ import pytest
 
 from ampwise import memory
 from ampwise.tune.memory.allocation_log import PER_PARAMETER
-from ampwise.tune.memory.decoder_shapes import decoder_shape, parse_count
+from ampwise.tune.memory.decoder import decoder_shape, parse_count
 
 ROOT = Path(__file__).parents[3]
 GENERATOR = ROOT / "tools" / "generate_docs.py"

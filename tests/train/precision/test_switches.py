@@ -11,12 +11,12 @@ import sys
 import pytest
 import torch
 
-from ampwise.train.precision.tf32 import HAS_NEW_NAMES, tf32_setting
+from ampwise.train.precision.contexts import HAS_NEW_NAMES, tf32_setting
 
 RUNNER = """
 import gc, json, os, sys, warnings
 import torch
-from ampwise.train.precision.tf32 import tf32_setting
+from ampwise.train.precision.contexts import tf32_setting
 
 NAMES = [
     "torch.get_float32_matmul_precision()",

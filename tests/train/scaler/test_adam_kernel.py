@@ -7,11 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from ampwise.train.scaler import adam
-from ampwise.train.scaler.checked_gradients import CheckedGradients
-from ampwise.train.scaler.grad_stats import GpuStats, GradStats
+from ampwise.train.scaler import optimizer_step as adam
+from ampwise.train.scaler.grad_stats import CheckedGradients, GpuStats, GradStats, StepDecision
 from ampwise.train.scaler.gradients import collect_gradients
-from ampwise.train.scaler.step_decision import StepDecision
 
 # Triton's interpreter computes with numpy, which warns where a GPU would not.
 pytestmark = [
@@ -26,7 +24,7 @@ def parameters(dtype, seed=0):
 
 
 def verdict(grad_scale=1024.0, found_inf=0.0):
-    return torch.tensor([1.0, found_inf, 1.0, grad_scale])
+    return torch.tensor([1.0, found_inf, 1.0, grad_scale, 1.0 - found_inf])
 
 
 class LeftToTorch(Exception):
@@ -45,11 +43,16 @@ def stepped_by_us(optimizer, numbers):
     part = GpuStats(list(range(len(gradients))), gradients.values, None, False)
     look = CheckedGradients(gradients, GradStats(gradients, [part]), StepDecision(numbers), max_norm=1.0)
     with mock.patch.object(type(optimizer), "_init_group", refuse):
+        init_group = adam.faster_adam(optimizer, look)
+        if init_group is None:
+            return False
+        optimizer._init_group = init_group
         try:
-            with adam.use_adam_kernel(optimizer, look):
-                optimizer.step()
+            optimizer.step()
         except LeftToTorch:
             return False
+        finally:
+            del optimizer._init_group
     return True
 
 

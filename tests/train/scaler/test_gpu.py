@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import ampwise
+from ampwise.train.scaler.grad_stats import decide_step
 from ampwise.train.scaler.loss_scale import ScaleLimits, new_counters, update_scale_
-from ampwise.train.scaler.step_decision import decide_step
 
 pytestmark = [
     pytest.mark.gpu,

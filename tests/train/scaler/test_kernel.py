@@ -13,7 +13,7 @@ from ampwise import census
 from ampwise.numbers.census.kernel import CHUNK
 from ampwise.numbers.census.launch import launch_census
 from ampwise.train.scaler import kernel
-from ampwise.train.scaler.grad_stats import GpuStats
+from ampwise.train.scaler.grad_stats import GpuStats, decide_step
 from ampwise.train.scaler.kernel import (
     launch_decision,
     launch_decision_from_totals,
@@ -21,7 +21,6 @@ from ampwise.train.scaler.kernel import (
     launch_update_scale_,
 )
 from ampwise.train.scaler.loss_scale import LARGEST, ScaleLimits, UpdateField, new_counters, update_scale_
-from ampwise.train.scaler.step_decision import decide_step
 
 from ...night import NIGHTLY
 
@@ -126,7 +125,7 @@ def test_squares_beyond_fp64_are_judged_as_defined():
 
 
 def test_an_empty_batch_has_norm_zero():
-    assert launch_decision(launch_census([torch.zeros(0)]), None, 1.0).numbers.tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert launch_decision(launch_census([torch.zeros(0)]), None, 1.0).numbers.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("unscale", [True, False])
@@ -181,7 +180,7 @@ def test_the_kernel_moves_the_scale_as_defined(name, optimizers, stepped, move, 
         outcomes = torch.stack([torch.rand(optimizers, generator=generator), found], dim=1)
         facts = launch_update_scale_(*state, outcomes, stepped, LIMITS[name], move=move, loss=loss)
         right = update_scale_(*mirror, outcomes, stepped, LIMITS[name], move=move, loss=loss)
-        assert torch.equal(facts, right), turn
+        torch.testing.assert_close(facts, right, rtol=0, atol=0, equal_nan=True)  # the last may be a NaN loss
         assert all(map(torch.equal, state, mirror)), turn
         stuck += int(right[UpdateField.STUCK])
     assert (state[0].dtype, state[1].dtype) == (torch.float32, torch.int32)

@@ -214,9 +214,9 @@ def test_an_idle_optimizer_is_no_obstacle_to_clipping_with_others():
 
 @pytest.mark.parametrize("value", [1e25, 1e30])
 def test_large_finite_gradients_without_a_kernel_are_not_taken_for_overflow(value):
-    from ampwise.train.scaler.grad_stats import _Norms
+    from ampwise.train.scaler.grad_stats import NormStats
 
-    part = _Norms([0], [torch.tensor([value, -value])], torch.tensor(2.0), False)
+    part = NormStats([0], [torch.tensor([value, -value])], torch.tensor(2.0), False)
     squares, infinities, nans = part.totals(None).tolist()
     assert (infinities, nans) == (0, 0)
     assert math.sqrt(squares) == pytest.approx(value / math.sqrt(2), rel=1e-6)

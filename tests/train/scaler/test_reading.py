@@ -10,7 +10,7 @@ from torch import nn
 from ampwise import census
 from ampwise.errors import BadInput
 from ampwise.train.scaler import grad_stats as reading
-from ampwise.train.scaler.grad_stats import _Norms, inverse_scale, read_gradients
+from ampwise.train.scaler.grad_stats import NormStats, inverse_scale, read_gradients
 from ampwise.train.scaler.gradients import collect_gradients
 
 HOME = torch.device("cpu")
@@ -245,7 +245,7 @@ def test_the_census_of_a_reading_is_that_of_the_true_gradients():
 @pytest.mark.parametrize("scale", SCALES)
 def test_norms_alone_give_the_same_totals(scale):
     gradients = [rand(50), rand(7, 8).t(), rand(9, dtype=torch.bfloat16), rand(5, dtype=torch.float64)]
-    part = _Norms([0, 1, 2, 3], gradients, as_tensor(scale), False)
+    part = NormStats([0, 1, 2, 3], gradients, as_tensor(scale), False)
     squares = [(values_of(gradient) / (scale or 1.0)).square().sum().item() for gradient in gradients]
     assert part.totals(None).dtype == torch.float64
     assert part.totals(None).tolist() == pytest.approx([sum(squares), 0.0, 0.0], rel=1e-6)
@@ -255,24 +255,26 @@ def test_norms_alone_give_the_same_totals(scale):
 
 def test_norms_count_tensors_that_are_not_finite_and_leave_them_out_of_the_sum():
     bad = [torch.tensor([1.0, math.inf]), torch.tensor([math.nan, math.inf]), torch.tensor([3.0])]
-    assert _Norms([0, 1, 2], bad, torch.tensor(1.0), False).totals(None).tolist() == [9.0, 1.0, 1.0]
+    assert NormStats([0, 1, 2], bad, torch.tensor(1.0), False).totals(None).tolist() == [9.0, 1.0, 1.0]
 
 
 def test_norms_unscale_in_memory_too():
     gradients = [rand(50), rand(7, 8).t()]
     right = [gradient * inverse_scale(torch.tensor(1000.0)) for gradient in gradients]
-    _Norms([0, 1], gradients, torch.tensor(1000.0), True)
+    NormStats([0, 1], gradients, torch.tensor(1000.0), True)
     assert all(map(torch.equal, gradients, right))
 
 
 def test_norms_have_no_census():
-    part = _Norms([0], [rand(3)], None, False)
+    part = NormStats([0], [rand(3)], None, False)
     assert (part.counts, part.fetch()) == (False, [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_norm_of_an_empty_gradient_is_zero(dtype):
-    assert _Norms([0, 1], [rand(0, dtype=dtype), torch.ones(4, dtype=dtype)], None, False).totals(None)[0].item() == 4.0
+    assert (
+        NormStats([0, 1], [rand(0, dtype=dtype), torch.ones(4, dtype=dtype)], None, False).totals(None)[0].item() == 4.0
+    )
 
 
 def test_large_fp64_gradients_are_finite():
@@ -281,11 +283,11 @@ def test_large_fp64_gradients_are_finite():
 
 
 def test_norms_of_large_finite_gradients_are_finite():
-    assert _Norms([0], [torch.full((4,), 1e25)], None, False).totals(None)[1].item() == 0.0
+    assert NormStats([0], [torch.full((4,), 1e25)], None, False).totals(None)[1].item() == 0.0
 
 
 def test_a_device_without_kernels_is_read_by_norms(monkeypatch):
     monkeypatch.setattr(reading, "has_kernels", lambda: False)
-    for device, way in (("cuda", _Norms), ("mps", _Norms), ("cpu", reading._on_cpu)):
+    for device, way in (("cuda", NormStats), ("mps", NormStats), ("cpu", reading.HostStats)):
         pretended = SimpleNamespace(device=torch.device(device), dtype=torch.float32, element_size=lambda: 4)
-        assert reading._way(pretended) is way
+        assert reading._reader(pretended) is way

@@ -121,7 +121,9 @@ def test_every_history_moves_the_scale_as_the_rule_says(limits, start, history):
         facts = update_scale_(scale, tracker, tally, outcomes(*found), stepped, limits, move=move, loss=given)
         stuck = oracle.close(found, stepped, limits, move, loss)
         expected = [oracle.scale, oracle.tracker, oracle.in_a_row, oracle.applied, oracle.skipped, stuck, *before]
-        assert facts.tolist() == expected + outcomes(*found).flatten().tolist()
+        length = len(expected) + 2 * len(found)
+        assert facts[:length].tolist() == expected + outcomes(*found).flatten().tolist()
+        assert facts[length:].isnan().tolist() == ([] if loss is None else [math.isnan(loss)])
         assert (scale.item(), tracker.item()) == (oracle.scale, oracle.tracker)
         assert tally.tolist() == [oracle.in_a_row, oracle.applied, oracle.skipped, oracle.bad_losses]
 

@@ -566,12 +566,12 @@ def test_after_a_collapse_a_new_scale_may_be_set():
 
 
 def test_a_collapse_is_reported_where_there_is_no_census_too(monkeypatch):
-    monkeypatch.setattr(reading, "_way", lambda value: reading._Norms)
+    monkeypatch.setattr(reading, "_reader", lambda value: reading.NormStats)
     collapse(started(min_scale=SCALE), held(INF)[1])
 
 
 def test_without_kernels_all_but_the_census_works(monkeypatch):
-    monkeypatch.setattr(reading, "_way", lambda value: reading._Norms)
+    monkeypatch.setattr(reading, "_reader", lambda value: reading.NormStats)
     scaler = started()
     weight, optimizer = held(3.0, 4.0)
     assert scaler.clip_(optimizer, 1.0).item() == 5.0

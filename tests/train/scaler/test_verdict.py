@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ampwise.train.scaler.step_decision import CLIP_EPSILON, NO_CLIPPING, decide_step
+from ampwise.train.scaler.grad_stats import CLIP_EPSILON, NO_CLIPPING, decide_step
 
 
 def totals(squares, infinities=0, nans=0):
@@ -49,7 +49,8 @@ def test_every_verdict_follows_from_its_totals(squares, infinities, nans, scale,
     there = None if scale is None else torch.tensor(scale)
     verdict = decide_step(totals(squares, infinities, nans), there, max_norm)
     right = expected(squares, infinities, nans, scale or 1.0, max_norm)
-    assert bits(verdict.numbers.tolist()) == bits(right)
+    assert bits(verdict.numbers[:4].tolist()) == bits(right)
+    assert verdict.applied.item() == 1.0 - verdict.found_inf.item()
     named = [verdict.norm, verdict.found_inf, verdict.divisor, verdict.grad_scale]
     assert bits([number.item() for number in named]) == bits(right)
     assert all(number.shape == () and number.dtype == torch.float32 for number in named)
@@ -70,21 +71,21 @@ def test_nan_beats_infinity_beats_a_number(infinities, nans, shown):
 
 def test_a_bad_verdict_divides_by_the_scale_alone():
     verdict = decide_step(totals(1e6, 1), torch.tensor(1000.0), 1.0)
-    assert verdict.numbers[1:].tolist() == [1.0, 1.0, 1000.0]
+    assert verdict.numbers[1:4].tolist() == [1.0, 1.0, 1000.0]
 
 
 def test_without_clipping_gradients_are_divided_by_the_scale_alone():
     for squares in (0.0, 1.0, 1e76):
-        assert decide_step(totals(squares), torch.tensor(1000.0), NO_CLIPPING).numbers[1:].tolist() == [
+        assert decide_step(totals(squares), torch.tensor(1000.0), NO_CLIPPING).numbers[1:4].tolist() == [
             0.0,
             1.0,
             1000.0,
         ]
-        assert decide_step(totals(squares), None, NO_CLIPPING).numbers[1:].tolist() == [0.0, 1.0, 1.0]
+        assert decide_step(totals(squares), None, NO_CLIPPING).numbers[1:4].tolist() == [0.0, 1.0, 1.0]
 
 
 def test_finite_gradients_are_not_skipped_because_their_squares_overflow_fp64():
-    assert decide_step(totals(math.inf), torch.tensor(4.0), NO_CLIPPING).numbers[1:].tolist() == [0.0, 1.0, 4.0]
+    assert decide_step(totals(math.inf), torch.tensor(4.0), NO_CLIPPING).numbers[1:4].tolist() == [0.0, 1.0, 4.0]
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 0.1, 1.0, 5.0, 1e3, math.inf])

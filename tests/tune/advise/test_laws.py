@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import ampwise
 from ampwise.cli import build_parser
 from ampwise.errors import BadInput, UnknownName
+from ampwise.finding.registry import all_rules
 from ampwise.finding.strict_json import dumps, loads
 from ampwise.hardware import Cpu, CudaDevice, Fp32Switches, Machine, TorchInfo, gpu_named, gpus
 from ampwise.hardware.catalog import COMMON_FORMATS
@@ -24,7 +25,6 @@ from ampwise.hardware.target import (
     target_for_machine,
     unknown_target,
 )
-from ampwise.rules import all_rules
 from ampwise.tune.advise import advise
 from ampwise.tune.advise.choice import MEASURED, PrecisionChoice, parse_scaling
 from ampwise.tune.advise.claims import IDEAS

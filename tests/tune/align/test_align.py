@@ -8,7 +8,6 @@ from torch import nn
 from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
 from ampwise.hardware import gpu_named
 from ampwise.tune.align import align as module
-from ampwise.tune.align import timing as measuring
 from ampwise.tune.align.align import align
 from ampwise.tune.align.matmuls import MatmulSize, StepMatmul
 from ampwise.tune.align.pad import pad_
@@ -315,7 +314,7 @@ def test_what_is_timed_lies_in_memory_as_it_did(stored):
     product = StepMatmul(
         layer="", kind="linear", op="mm", backward=False, precision="fp32", stored=stored, batches=3, **sizes
     )
-    left, right = measuring._matrices(product, torch.device("cpu"))
+    left, right = module._matrices(product, torch.device("cpu"))
     assert (left.shape, right.shape) == ((3, 5, 7), (3, 7, 6))
     assert left.stride(-1 if stored[0] == "k" else -2) == 1
     assert right.stride(-1 if stored[1] == "n" else -2) == 1

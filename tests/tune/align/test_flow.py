@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampwise.tune.align.data_flow import find_chains, modules_taken_apart
-from ampwise.tune.align.weight_readers import find_weight_readers
+from ampwise.tune.align.module_source import find_weight_readers
 
 from .models import Block, CodeTied, Gated, Statements, mlp
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ampwise.errors import BadInput, UnknownName
-from ampwise.tune.align.layers import PaddedEmbedding, PaddedLinear
+from ampwise.tune.align.layers import PaddedEmbedding, PaddedLinear, TiedEmbedding
 from ampwise.tune.align.pad import pad_, unpad_
-from ampwise.tune.align.tied_embedding import TiedEmbedding
 
 from .models import Block, CodeTied, Gated, LanguageModel, Statements, integers_, mlp, own, padding_of
 

@@ -9,9 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ampwise.tune.align import matmul_shapes as shapes
-from ampwise.tune.align.matmul_recorder import MatmulRecorder
-from ampwise.tune.align.matmul_shapes import shape_reader
+from ampwise.tune.align import matmul_recorder as shapes
+from ampwise.tune.align.matmul_recorder import MatmulRecorder, matmul_shape
 from ampwise.tune.align.matmuls import StepMatmuls
 from ampwise.tune.align.pad import pad_
 
@@ -93,10 +92,10 @@ def test_the_work_of_attention_is_what_torch_counts():
     shape = (2, 3, 40, 16)
     query = torch.empty(shape, device="meta")
     name = "aten::_scaled_dot_product_flash_attention"
-    assert shape_reader(name)((query, query, query), None).flops == sdpa_flop_count(shape, shape, shape)
-    backward = shape_reader(f"{name}_backward")((query, query, query, query), None)
+    assert matmul_shape(name, (query, query, query), None).flops == sdpa_flop_count(shape, shape, shape)
+    backward = matmul_shape(f"{name}_backward", (query, query, query, query), None)
     assert backward.flops == sdpa_backward_flop_count(shape, shape, shape, shape)
-    assert shape_reader("aten::_scaled_dot_product_attention_math") is None
+    assert matmul_shape("aten::_scaled_dot_product_attention_math", (query, query, query), None) is None
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without BF16
@@ -104,8 +103,8 @@ def test_heads_that_torch_pads_are_seen_as_they_were_asked_for(monkeypatch):
     model, x = Attention(40, 2).bfloat16(), torch.randn(2, 8, 40).bfloat16()
     plain = shapes._attention
 
-    def padded(args, made, times=1.0):  # as on a GPU, where the kernel is given 24 of 20
-        return replace(plain(args, made, times), sizes={"m": 8, "n": 8, "k": 24}, rows={"k": 24})
+    def padded(*args, times=1.0):  # as on a GPU, where the kernel is given 24 of 20
+        return replace(plain(*args, times), sizes={"m": 8, "n": 8, "k": 24}, rows={"k": 24})
 
     monkeypatch.setattr(shapes, "_attention", padded)
     found = seen(model, lambda: model(x).square().sum().backward(), "bf16")

@@ -6,11 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampwise.tune.compare.contender import Contender, make_contenders
-from ampwise.tune.compare.plan import PlannedRow
+from ampwise.tune.compare.lineup import Contender, make_contenders
 from ampwise.tune.compare.speeds import LossCheck, PrecisionRow, SpeedComparison, TimeSplit, TimeSpread
-from ampwise.tune.train_case import make_factory
-from ampwise.tune.training_step import make_optimizer
+from ampwise.tune.train_case import make_factory, make_optimizer
 
 WIDTH = 16
 
@@ -85,7 +83,7 @@ def fielded(make, *entries, clip_norm=1.0, kept=()):
     """Contenders of a subject that is made."""
     subject = make_factory(make).make()
     optimizer = make_optimizer("sgd", subject.parameters, fused=False)
-    made = [PlannedRow(*entry) if isinstance(entry, tuple) else PlannedRow(entry, False) for entry in entries]
+    made = [entry if isinstance(entry, tuple) else (entry, False) for entry in entries]
     return subject, make_contenders(made, subject, optimizer, clip_norm=clip_norm, kept=kept)
 
 

@@ -8,15 +8,11 @@ from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
 from ampwise.hardware import Cpu, CudaDevice, find_gpu
 from ampwise.train.float8.layer_forward import has_fp8_forward
 from ampwise.train.precision.precision import cpu_precisions, gpu_precisions
-from ampwise.tune.compare import float8, gpu_clocks
-from ampwise.tune.compare.contender import parse_keep
-from ampwise.tune.compare.float8 import Float8Layers, why_no_float8
-from ampwise.tune.compare.flops import count_flops
-from ampwise.tune.compare.gpu_clocks import ClockWatch
-from ampwise.tune.compare.intensity import intensity_of
-from ampwise.tune.compare.layer_times import layer_times
-from ampwise.tune.compare.peak_memory import measure_peak
-from ampwise.tune.compare.plan import checked_names, make_plan
+from ampwise.tune.compare import clocks, lineup
+from ampwise.tune.compare.clocks import ClockWatch
+from ampwise.tune.compare.lineup import checked_names, float8_layers, make_plan, parse_keep, why_no_float8
+from ampwise.tune.compare.measurement import count_flops, measure_peak
+from ampwise.tune.compare.profile_summary import intensity_of, layer_times
 from ampwise.watch.time_use import ProfiledMatmul
 
 from .compare_toys import contender, fielded, mlp
@@ -44,25 +40,23 @@ A_CPU = cpu_precisions(Cpu(model="a CPU", features=()))
 # What is planned
 
 
-def labels(made):
-    return [(precision, compiled) for precision, compiled in made.entries]
-
-
 def test_by_default_what_the_device_runs():
-    assert [name for name, _ in labels(make_plan(None, H200, CUDA, compiled=False))] == ["fp32", "tf32", "fp16", "bf16"]
-    assert [name for name, _ in labels(make_plan(None, V100, CUDA, compiled=False))] == ["fp32", "fp16"]
-    assert [name for name, _ in labels(make_plan(None, A_CPU, CPU, compiled=False))] == ["fp32", "fp16", "bf16"]
+    def names(facts, device):
+        return [name for name, _ in make_plan(None, facts, device, compiled=False)[0]]
+
+    assert names(H200, CUDA) == ["fp32", "tf32", "fp16", "bf16"]
+    assert names(V100, CUDA) == ["fp32", "fp16"]
+    assert names(A_CPU, CPU) == ["fp32", "fp16", "bf16"]
 
 
 def test_compiled_rows_come_beside_the_others():
-    made = make_plan(["bf16"], H200, CUDA, compiled=True)
-    assert labels(made) == [("fp32", False), ("bf16", False), ("fp32", True), ("bf16", True)]
+    entries, _ = make_plan(["bf16"], H200, CUDA, compiled=True)
+    assert entries == [("fp32", False), ("bf16", False), ("fp32", True), ("bf16", True)]
 
 
 def test_what_the_device_lacks_is_a_row_that_says_so():
-    made = make_plan(["bf16", "fp16"], V100, CUDA, compiled=False)
-    assert [name for name, _ in labels(made)] == ["fp32", "fp16"]
-    (row,) = made.left_out
+    entries, (row,) = make_plan(["bf16", "fp16"], V100, CUDA, compiled=False)
+    assert entries == [("fp32", False), ("fp16", False)]
     assert (row.precision, row.step_s) == ("bf16", None)
     assert row.problem == ("not run: Tesla V100-SXM2-16GB (compute capability 7.0) has no BF16 tensor cores.")
 
@@ -71,7 +65,7 @@ def test_with_nothing_left_to_compare_there_is_an_error():
     with pytest.raises(PrecisionUnavailable) as caught:
         make_plan(["bf16", "tf32"], V100, CUDA, compiled=False)
     assert str(caught.value).startswith("compare: none of bf16, tf32 runs here, so fp32 has no counterpart: Tesla V100")
-    assert labels(make_plan(["fp32"], V100, CUDA, compiled=True)) == [("fp32", False), ("fp32", True)]
+    assert make_plan(["fp32"], V100, CUDA, compiled=True)[0] == [("fp32", False), ("fp32", True)]
 
 
 @pytest.mark.parametrize(
@@ -96,9 +90,9 @@ def test_names_that_make_no_sense(asked, error, text):
 
 def test_why_there_is_no_fp8(monkeypatch):
     assert why_no_float8(CPU) == "cpu has no FP8 tensor cores."
-    monkeypatch.setattr(float8, "read_device", lambda *_: device("NVIDIA A100-SXM4-80GB", "8.0"))
+    monkeypatch.setattr(lineup, "read_device", lambda *_: device("NVIDIA A100-SXM4-80GB", "8.0"))
     assert why_no_float8(CUDA) == "NVIDIA A100-SXM4-80GB has no FP8 tensor cores."
-    monkeypatch.setattr(float8, "read_device", lambda *_: device("NVIDIA H200", "9.0"))
+    monkeypatch.setattr(lineup, "read_device", lambda *_: device("NVIDIA H200", "9.0"))
     assert why_no_float8(CUDA) is None
 
 
@@ -116,12 +110,11 @@ def test_fp8_layers_are_there_for_a_while_in_the_modules_that_are_there():
     x = x.bfloat16()  # or it would be wide, as there is no autocast
     model = model.bfloat16()
     before, parameters, plain = list(model.modules()), list(model.parameters()), model(x)
-    layers = Float8Layers(model)
-    assert len(layers) == 1, "the first and the last stay wide"
+    layers = float8_layers(model)
     made = []
     for _ in range(2):
-        with layers.on():
-            assert narrow(model) == ["1"]
+        with layers():
+            assert narrow(model) == ["1"], "the first and the last stay wide"
             assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
             assert not torch.equal(model(x), plain)
             made.append(model[1].fp8_layer)
@@ -132,7 +125,7 @@ def test_fp8_layers_are_there_for_a_while_in_the_modules_that_are_there():
 
 def test_fp8_layers_are_taken_off_after_a_failure():
     model, _, _ = wide_mlp()
-    with pytest.raises(ZeroDivisionError), Float8Layers(model).on():
+    with pytest.raises(ZeroDivisionError), float8_layers(model)():
         1 / 0  # noqa: B018
     assert not narrow(model)
 
@@ -141,7 +134,7 @@ def test_a_model_without_fp8_layers_is_reported_so():
     with pytest.raises(
         BadInput, match="no linear layer of this model can run in FP8: 0: first layer: it reads the data"
     ):
-        Float8Layers(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+        float8_layers(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
 
 
 def test_an_fp8_contender_runs_with_them():
@@ -242,7 +235,7 @@ def test_layers_alike_are_one_line():
         "fp32": dict(zip(names, [1.0, 1.0, 1.0, 0.5, 0.2, 1e-12], strict=True)),
         "bf16": dict(zip(names[:4], [0.5, 0.5, 0.5, 0.5], strict=True)),
     }
-    linear, gelu, outside = layer_times(model, times)
+    linear, gelu, outside = layer_times(model, times, {})
     assert (linear.name, linear.kind, linear.times) == ("blocks.#.#", "Linear", 3)
     assert linear.seconds == {"fp32": 3.0, "bf16": 1.5}
     assert (linear.ratio("bf16"), gelu.ratio("bf16"), outside.ratio("bf16")) == (2.0, 1.0, None)
@@ -255,7 +248,7 @@ def test_what_is_next_to_nothing_of_a_step_has_no_ratio():
     step_s = {"fp32": 1.0, "bf16": 0.5}
     linear, outside = layer_times(model, times, step_s)
     assert (linear.ratio("bf16"), outside.ratio("bf16")) == (2.0, None)
-    assert layer_times(model, times)[1].ratio("bf16") == pytest.approx(4.0)
+    assert layer_times(model, times, {})[1].ratio("bf16") == pytest.approx(4.0)
     assert {layer.ratio("bf16") for layer in layer_times(model, times, step_s, certain=False)} == {None}
 
 
@@ -280,7 +273,7 @@ class Nvml:
 
 def test_clocks_from_the_driver(monkeypatch):
     nvml = Nvml([345, 1980, 1400, 1755], [0x1, 0x0, 0x4, 0x20])
-    monkeypatch.setattr(gpu_clocks, "_opened", lambda device: (nvml, "a handle"))
+    monkeypatch.setattr(clocks, "_opened", lambda device: (nvml, "a handle"))
     watch = ClockWatch(CUDA)
     for _ in range(4):
         watch.look()
@@ -295,7 +288,7 @@ def test_a_driver_that_does_not_say_how_far_it_could_go(monkeypatch):
 
     nvml = Nvml([345, 1980], [0, 0])
     nvml.nvmlDeviceGetMaxClockInfo = refuses
-    monkeypatch.setattr(gpu_clocks, "_opened", lambda device: (nvml, "a handle"))
+    monkeypatch.setattr(clocks, "_opened", lambda device: (nvml, "a handle"))
     watch = ClockWatch(CUDA)
     watch.look()
     watch.look()
@@ -306,7 +299,7 @@ def test_a_driver_that_does_not_answer_is_no_trouble(monkeypatch):
     def refuses(device):
         raise OSError("NVML Shared Library Not Found")
 
-    monkeypatch.setattr(gpu_clocks, "_opened", refuses)
+    monkeypatch.setattr(clocks, "_opened", refuses)
     watch = ClockWatch(CUDA)
     watch.look()
     assert watch.seen() is None

@@ -2,7 +2,7 @@
 
 import io
 
-from ampwise.tune.compare.progress import progress_on
+from ampwise.tune.compare.compare import progress_on
 
 
 class Terminal(io.StringIO):

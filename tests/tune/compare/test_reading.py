@@ -9,15 +9,17 @@ from torch._C._autograd import DeviceType
 
 from ampwise.tune.compare.profile_summary import (
     OUTSIDE,
+    SCOPE,
+    UPDATE,
     ProfiledKernel,
     ProfiledOp,
+    kind_of_kernel,
+    kind_of_op,
     median_summary,
     profile_events,
+    profiled_step,
     summarize,
 )
-from ampwise.tune.compare.profiler_ranges import SCOPE, UPDATE
-from ampwise.tune.compare.profiling import profiled_step
-from ampwise.tune.compare.work_kinds import kind_of_kernel, kind_of_op
 
 from .compare_toys import fielded, mlp
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampwise.tune.diff.dispatch_mode import DiffMode
-from ampwise.tune.diff.module_calls import ModuleCalls
+from ampwise.tune.diff.module_calls import DiffMode, ModuleCalls
 from ampwise.tune.diff.names import ModuleNames
 from ampwise.tune.diff.shared_random import SharedRandom
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ampwise.tune.diff.diff import DiffOptions, compare_sides, diff
-from ampwise.tune.diff.memory_budget import MemoryBudget
 from ampwise.tune.diff.side import parse_side
+from ampwise.tune.diff.tensor_store import MemoryBudget
 
 pytestmark = pytest.mark.gpu
 

@@ -4,8 +4,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from ampwise.tune.memory.decoder import decoder_factory
-from ampwise.tune.memory.decoder_shapes import decoder_shape
+from ampwise.tune.memory.decoder import decoder_factory, decoder_shape
 from ampwise.tune.memory.setup import TrainingSetup
 
 SMALL = {"layers": 2, "hidden": 128, "vocab": 512, "seq": 64}

@@ -8,8 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from ampwise.tune.memory.fake_tensors import without_memory
-from ampwise.tune.memory.real_values import real_values
+from ampwise.tune.memory.fake_tensors import real_values, without_memory
 
 
 def test_code_that_names_a_gpu_gets_fake_tensors():

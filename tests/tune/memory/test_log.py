@@ -92,16 +92,3 @@ def test_the_first_step_has_no_state_until_it_updates():
         sizes=(512,) * 4, kinds=("parameters", STATE, "x", "x"), events=(0, 1, 2, 3, ~2, ~3), phases=phases
     )
     assert log.in_training(2).events == (0, 2, 3, ~2, 1, ~3, 2, 3, ~2, ~3)
-
-
-@given(logs())
-def test_resizing_sees_every_kind_and_size(log):
-    halved = log.resized(lambda kind, nbytes: nbytes // 2 if kind == STATE else nbytes)
-    for kind, before, after in zip(log.kinds, log.sizes, halved.sizes, strict=True):
-        assert after == (before // 2 if kind == STATE else before)
-
-
-def test_what_outlives_a_phase_was_made_in_it():
-    log = AllocationLog(sizes=(1, 1, 1), kinds=("x",) * 3, events=(0, 1, 2, ~1), phases=(Phase("forward", 1, 4),))
-    assert log.outliving("forward") == [False, False, True]
-    assert log.outliving("another") == [False] * 3

@@ -86,7 +86,7 @@ def test_what_is_predicted_is_what_is_there(precision, optimizer):
     assert whole == pytest.approx(BYTES[precision, optimizer], rel=0.15)
 
 
-@pytest.mark.few_by_day(4)
+@pytest.mark.few_by_day(2)
 @pytest.mark.parametrize(("precision", "optimizer"), BYTES)
 def test_bytes_a_parameter_of_a_large_model(precision, optimizer):
     sizes = {"layers": 1, "hidden": 512, "heads": 8, "vocab": 8192, "seq": 16}

@@ -8,21 +8,19 @@ from ampwise.errors import BadInput, UnknownName
 from ampwise.train.low_bit.optimizers import OPTIMIZER_NAMES as BY_NAME
 from ampwise.train.precision.precision import PRECISIONS
 from ampwise.tune.memory.allocation_log import ACTIVATIONS, CASTS, GRADIENTS, PARAMETERS, STATE
+from ampwise.tune.memory.allocator import RankStep
 from ampwise.tune.memory.as_cuda import as_cuda
-from ampwise.tune.memory.blocks import checkpointed, repeated_blocks
-from ampwise.tune.memory.decoder import decoder_factory
-from ampwise.tune.memory.decoder_shapes import decoder_shape
+from ampwise.tune.memory.decoder import decoder_factory, decoder_shape
 from ampwise.tune.memory.fake_tensors import without_memory
 from ampwise.tune.memory.optimizers import NAMES, make_optimizer
-from ampwise.tune.memory.peak import find_peak
-from ampwise.tune.memory.ranks import FsdpUnits, fsdp_units
-from ampwise.tune.memory.tracked_step import track
+from ampwise.tune.memory.setup import checkpointed, repeated_blocks
+from ampwise.tune.memory.tracker import track
 
 FP32, BF16 = PRECISIONS["fp32"], PRECISIONS["bf16"]
 
 
 def test_activations_grow_with_the_batch_and_nothing_that_is_kept_does(small):
-    one, two, four = (small.step(FP32, batch).peak.most for batch in (4, 8, 16))
+    one, two, four = (small.step(FP32, batch).usage.most for batch in (4, 8, 16))
     assert two[ACTIVATIONS] - one[ACTIVATIONS] == pytest.approx((four[ACTIVATIONS] - two[ACTIVATIONS]) / 2, rel=0.01)
     assert two[ACTIVATIONS] == pytest.approx(2 * one[ACTIVATIONS], rel=0.05)
     for kind in (PARAMETERS, GRADIENTS, STATE):
@@ -30,24 +28,26 @@ def test_activations_grow_with_the_batch_and_nothing_that_is_kept_does(small):
 
 
 def test_sixteen_bits_keep_fewer_activations_and_casts_of_the_weights(small):
-    wide, narrow = (small.step(precision, 16).peak for precision in (FP32, BF16))
+    wide, narrow = (small.step(precision, 16).usage for precision in (FP32, BF16))
     assert 0.4 * wide.most[ACTIVATIONS] < narrow.most[ACTIVATIONS] < 0.85 * wide.most[ACTIVATIONS]
     assert CASTS not in wide.most
     assert narrow.most[CASTS] <= narrow.most[PARAMETERS] / 2
     assert narrow.most[PARAMETERS] == wide.most[PARAMETERS]
-    assert narrow.allocated < wide.allocated
+    assert narrow.peak < wide.peak
 
 
 def test_the_parts_of_a_peak_add_up(small):
     for precision in (FP32, BF16):
-        peak = find_peak(small.whole(precision, 4), {"workspaces": 1000})
-        assert sum(peak.split.values()) == peak.allocated == max(peak.phases.values()) == peak.phases[peak.phase]
-        assert peak.allocated <= peak.reserved
-        assert all(peak.split.get(kind, 0) <= most for kind, most in peak.most.items())
+        usage = RankStep(log=small.run(precision, 4)[0], extra={"workspaces": 1000}).usage
+        assert sum(usage.split.values()) == usage.peak == max(usage.phases.values()) == usage.phases[usage.phase]
+        assert usage.peak <= usage.reserved
+        assert all(usage.split.get(kind, 0) <= most for kind, most in usage.most.items())
 
 
 def test_keys_and_values_may_have_fewer_heads(case_of):
-    whole, grouped = (case_of({"layers": 1, "heads": 4, "kv_heads": heads}).step(BF16, 2).peak.most for heads in (4, 1))
+    whole, grouped = (
+        case_of({"layers": 1, "heads": 4, "kv_heads": heads}).step(BF16, 2).usage.most for heads in (4, 1)
+    )
     assert grouped[PARAMETERS] < whole[PARAMETERS]
     assert grouped[ACTIVATIONS] >= whole[ACTIVATIONS]  # they are repeated for the kernel
 
@@ -72,7 +72,6 @@ class Nested(nn.Module):
 def test_blocks_are_the_outermost_of_a_kind():
     model = Nested()
     assert repeated_blocks(model) == [*model.blocks]
-    assert fsdp_units(model) == FsdpUnits(block=2 * 72, outside=4 * 72)
     assert repeated_blocks(nn.Linear(8, 8)) == []
     assert repeated_blocks(nn.ModuleList([nn.Sequential(nn.Linear(8, 8))])) == []  # of which there is one
 
@@ -94,10 +93,10 @@ def test_checkpointing_is_undone_and_needs_blocks():
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda precision: precision.name)
 def test_checkpointing_keeps_less_and_the_same_gradients(precision, small, case_of):
     plain, again = small.step(precision, 8), case_of(checkpointing=True).step(precision, 8)
-    assert again.peak.most[ACTIVATIONS] < 0.6 * plain.peak.most[ACTIVATIONS]
-    assert again.peak.allocated <= plain.peak.allocated
+    assert again.usage.most[ACTIVATIONS] < 0.6 * plain.usage.most[ACTIVATIONS]
+    assert again.usage.peak <= plain.usage.peak
     for kind in (PARAMETERS, GRADIENTS, STATE):
-        assert again.peak.most[kind] == plain.peak.most[kind]
+        assert again.usage.most[kind] == plain.usage.most[kind]
 
 
 @pytest.mark.half_by_day
@@ -120,7 +119,7 @@ def test_checkpointing_keeps_less_and_the_same_gradients(precision, small, case_
 )
 def test_state_a_parameter(name, bytes_a_parameter, case_of):
     case = case_of({"layers": 1, "hidden": 256}, optimizer=name)
-    most = case.step(FP32, 1).peak.most
+    most = case.step(FP32, 1).usage.most
     assert most.get(STATE, 0) == pytest.approx(
         bytes_a_parameter * most[PARAMETERS] / 4, rel=0.02, abs=most[PARAMETERS] / 50
     )

@@ -35,20 +35,19 @@ def mixed():
 
 def _with(model, found, formats):
     """The same with other formats, made as a search makes it."""
-    from ampwise.tune.search.arrangement import arrange_formats
-    from ampwise.tune.search.build_result import _Names, _narrow, _policy
-    from ampwise.tune.search.format_choices import parse_formats
+    from ampwise.tune.search.arrangement import arrange_formats, parse_formats
+    from ampwise.tune.search.build_result import ModuleGlobs
 
     choices = {choice.name: choice for choice in parse_formats(found.formats)}
     units = found._units(model)
     chosen = [choices[formats[unit.name]] for unit in units]
-    arrangement, names = arrange_formats(units, chosen, torch.device("cpu")), _Names(model)
+    arrangement, names = arrange_formats(units, chosen, torch.device("cpu")), ModuleGlobs(model)
     return dataclasses.replace(
         found,
         modules={unit.name: choice.name for unit, choice in zip(units, chosen, strict=True)},
-        policy=_policy(arrangement, names),
-        narrow=_narrow(units, chosen, names),
-        widened=tuple(names.globs(arrangement.widened)),
+        policy=names.policy(arrangement),
+        narrow=names.narrow(units, chosen),
+        widened=tuple(names.of(arrangement.widened)),
     )
 
 

@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampwise.errors import BadInput
-from ampwise.tune.search.arrangement import FormatArrangement, arrange_formats
-from ampwise.tune.search.format_choices import parse_formats
+from ampwise.tune.search.arrangement import FormatArrangement, arrange_formats, parse_formats
 from ampwise.tune.search.passes import PassRunner, SearchBatch
 from ampwise.tune.search.units import find_units
 

@@ -5,12 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampwise.tune.search.format_choices import parse_formats
+from ampwise.tune.search.arrangement import parse_formats
 from ampwise.tune.search.passes import PassRunner, SearchBatch
 from ampwise.tune.search.reasons import find_reasons, usual_amplification
-from ampwise.tune.search.sensitivity import SensitivityProbe
-from ampwise.tune.search.trial import SearchTrial
-from ampwise.tune.search.unit_facts import measure_facts, singular_range
+from ampwise.tune.search.sensitivity import SensitivityProbe, singular_range
+from ampwise.tune.search.trials import SearchTrial
 from ampwise.tune.search.units import find_units
 
 CPU = torch.device("cpu")
@@ -21,9 +20,9 @@ def reasons(model, function, batch, fmt, name, *, with_condition=False):
     passes, given = PassRunner(function, model, CPU), SearchBatch(batch, {})
     units = find_units(model, lambda: passes.forward(given))
     choices = parse_formats((fmt, "fp32"))
-    looking = SensitivityProbe(units, choices, CPU, measure_facts, {unit.name for unit in units})
+    looking = SensitivityProbe(units, choices, CPU, {unit.name for unit in units})
     passes.watched(given, looking)
-    usual = usual_amplification({unit: look.locals[fmt] for unit, look in looking.looks.items()})
+    usual = usual_amplification(look.locals[fmt] for look in looking.looks.values())
     condition = singular_range(next(unit for unit in units if unit.name == name)) if with_condition else None
     look = looking.looks[name]
     found = {}

@@ -1,5 +1,6 @@
 """A search that is interrupted goes on where it was; the file of another is refused."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from ampwise.errors import BadInput
 from ampwise.tune.search.search import search
-from ampwise.tune.search.trial import SearchTrial
+from ampwise.tune.search.trials import SearchTrial
 
 from .models import deep
 
@@ -141,4 +142,4 @@ def test_a_trial_comes_back_as_it_was():
     trial = SearchTrial(assignment=(0, 2, 1), loss=float("inf"), gradient=0.25, worst="a.b", whole=False, problem="no")
     from ampwise.finding.strict_json import dumps, loads
 
-    assert SearchTrial.from_dict(loads(dumps(trial.as_dict()))) == trial
+    assert SearchTrial.from_dict(loads(dumps(dataclasses.asdict(trial)))) == trial

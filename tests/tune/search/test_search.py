@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.errors import BadInput, UnknownName
-from ampwise.tune.search.arrangement import arrange_formats
-from ampwise.tune.search.costs import unit_costs
-from ampwise.tune.search.format_choices import parse_formats
+from ampwise.tune.search.arrangement import arrange_formats, parse_formats
+from ampwise.tune.search.build_result import unit_costs
 from ampwise.tune.search.fp32_error import ErrorTally, Fp32Reference, ParameterGroups
 from ampwise.tune.search.passes import PassRunner, SearchBatch
 from ampwise.tune.search.search import search

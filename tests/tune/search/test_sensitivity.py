@@ -1,13 +1,16 @@
 """Modules run by themselves: what it says, against rounding by hand and against the whole run narrow."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ampwise.numbers.emulation.recipe import recipe_for_format, round_operand
-from ampwise.tune.search.format_choices import parse_formats
-from ampwise.tune.search.passes import PassRunner, SearchBatch
-from ampwise.tune.search.sensitivity import SensitivityProbe
+from ampwise.tune.search import sensitivity
+from ampwise.tune.search.arrangement import parse_formats
+from ampwise.tune.search.passes import PassRunner, SearchBatch, has_hidden_parts
+from ampwise.tune.search.sensitivity import SensitivityProbe, before_softmax
 from ampwise.tune.search.units import find_units
 
 from .models import Attention, deep, net
@@ -25,8 +28,10 @@ def looked_at(function, model, batch, formats=("e4m3", "bf16", "fp32")):
         ran[unit.name] = (wide, narrow)
         return True
 
-    looking = SensitivityProbe(units, parse_formats(formats), CPU, facts, {unit.name for unit in units})
-    passes.watched(given, looking)
+    looking = SensitivityProbe(units, parse_formats(formats), CPU, {unit.name for unit in units})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sensitivity, "measure_facts", facts)
+        passes.watched(given, looking)
     return looking.looks, ran
 
 
@@ -132,3 +137,29 @@ def test_what_has_no_gradient_is_passed_over():
     looks, _ = looked_at(lambda x: model(F.relu(frozen(x))).mean(), holder, (torch.randn(3, 4),))
     assert looks["frozen"].locals == {}
     assert set(looks["model"].locals) == {"e4m3", "bf16"}
+
+
+# The graph
+
+
+def test_logits_are_found_through_temperature_mask_shape_and_difference():
+    x = torch.randn(4, 3, requires_grad=True)
+    one, two, other = x @ torch.randn(3, 5), x @ torch.randn(3, 5), x @ torch.randn(3, 5)
+    logits = ((one - two) / 0.1).masked_fill(torch.eye(4, 5, dtype=torch.bool), -9.0).unsqueeze(0).flatten(0, 1)
+    loss = F.cross_entropy(logits, torch.zeros(4, dtype=torch.long)) + F.layer_norm(other, (5,)).square().sum()
+    found = set(before_softmax(loss))
+    assert {one.grad_fn, two.grad_fn} <= found
+    assert other.grad_fn not in found
+
+
+def test_what_is_not_linear_on_the_way_is_no_logit():
+    x = torch.randn(4, 3, requires_grad=True)
+    hidden = x @ torch.randn(3, 5)
+    loss = torch.relu(hidden).softmax(-1).square().sum()
+    assert hidden.grad_fn not in set(before_softmax(loss))
+
+
+def test_a_checkpoint_of_the_old_kind_hides_its_parameters():
+    model, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    assert has_hidden_parts(checkpoint(model, x, use_reentrant=True).sum())
+    assert not has_hidden_parts(checkpoint(model, x, use_reentrant=False).sum())

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.errors import BadInput, UnknownName
-from ampwise.tune.search.units import REST, find_called_model, find_units, select_units
+from ampwise.tune.search.arguments import find_called_model
+from ampwise.tune.search.units import REST, find_units, select_units
 
 from .models import net
 

@@ -2,12 +2,11 @@
 
 import math
 
+from ampwise.tune.search.arrangement import parse_formats
 from ampwise.tune.search.descent import FormatLadder
-from ampwise.tune.search.format_choices import parse_formats
-from ampwise.tune.search.trial import SearchTrial
-from ampwise.tune.search.trials import TrialsSpent
+from ampwise.tune.search.search import verify
+from ampwise.tune.search.trials import SearchTrial, TrialsSpent
 from ampwise.tune.search.units import SearchUnit
-from ampwise.tune.search.verification import verify
 
 UNITS = [SearchUnit(name=name, module=None, kind="Linear", flops=1.0) for name in "abc"]
 TOLERANCE = 0.01

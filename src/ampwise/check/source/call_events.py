@@ -10,11 +10,9 @@ from ampwise.check.source.events import Branch, BranchGuard, EventBlock, EventCo
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.guards import guards_of
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import dotted_text
+from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
 from ampwise.check.source.outline import ClassOutline
 from ampwise.check.source.torch_names import CLIPS, MODEL_NAME, OPTIMIZER, SCALER, SCHEDULER
-
-__all__ = ["ANYTHING", "EventRecogniser"]
 
 ANYTHING = "*"  # the key of an event that may concern every scaler and optimizer
 
@@ -32,8 +30,11 @@ HARMLESS = frozenset(
     "isinstance len print id hasattr getattr setattr type str repr bool list tuple dict set enumerate zip range iter "
     "save state_dict load_state_dict append add format info debug warning log vars items issubclass watch".split()
 )
+# Names of lists of gradients.
+GRADIENTS = ("grads", "gradients", "device_grads", "all_grads")
+IN_PLACE = ("clamp_", "clip_", "mul_", "div_", "_foreach_mul_", "_foreach_div_", "_foreach_clamp_max_")
 
-# Methods of nn.Module, DDP and pretrained models that are not a forward.
+# Methods of nn.Module, DDP and pretrained models that are not a forward; ``model.module`` is the model itself.
 MODULE_METHODS = frozenset(
     "add_module apply bfloat16 buffers children compile cpu cuda double eval extra_repr float get_parameter "
     "get_submodule half load_state_dict modules named_buffers named_children named_modules named_parameters parameters "
@@ -42,18 +43,10 @@ MODULE_METHODS = frozenset(
     "resize_token_embeddings gradient_checkpointing_enable set_grad_checkpointing load save load_weights save_weights "
     "init_weights freeze unfreeze set_input setup update_learning_rate print_networks save_networks load_networks step "
     "backward update append join_thread get info log summary items keys values format split replace device set "
-    "clip_grad_norm_".split()
+    "clip_grad_norm_ module".split()
 )
 
-
-class CallEvents:
-    """Events of a call, and whether to follow it into its function."""
-
-    __slots__ = ("follow", "nodes")
-
-    def __init__(self, nodes: list[Node] | None = None, follow: bool = False) -> None:
-        self.nodes = [] if nodes is None else nodes
-        self.follow = follow
+Recognised = tuple[list[Node], bool]  # the events of a call, and whether to follow it into its function
 
 
 class EventRecogniser:
@@ -63,74 +56,89 @@ class EventRecogniser:
         # loss = scaler.scale(loss): the loss's key -> the scaler's, and the guards it was assigned under
         self.scaled: dict[str, tuple[str, tuple[BranchGuard, ...]]] = {}
 
-    def call(self, node: ast.Call, context: EventContext) -> CallEvents:
+    def call(self, node: ast.Call, context: EventContext) -> Recognised:
+        """Return the events of a call, and whether to follow it into its function."""
         name = _name_of(node.func, context.frame)
         special = _SPECIAL.get(name)
-        if special is not None:
-            found = special(self, node, context)
-            if found is not None:
-                return found
+        found = special(self, node, context) if special is not None else None
+        if found is not None:
+            return found
         if CLIP_NAME.match(name):
             return _clip(node, name, context)
-        read = _gradient_read(node, name, context)
-        if read is not None:
-            return CallEvents([read])
-        model = _forward(node, context)
-        return CallEvents([model] if model else [], follow=True)
+        if "norm" in name and node.args and context.frame.qualified(node.func) in NORMS:
+            reads = any(_is_gradient(part) for part in ast.walk(node.args[0]))
+        else:
+            reads = name in READS and isinstance(node.func, ast.Attribute) and _is_gradient(node.func.value)
+        if reads:
+            return [SourceEvent(EventKind.GRAD_READ, node, context)], False
+        # A call of a model, or of a method that its author defined, is a forward.
+        func = node.func
+        models = [func.value, func] if isinstance(func, ast.Attribute) and func.attr not in MODULE_METHODS else [func]
+        for model in models if node.args or node.keywords else ():
+            if _is_model(model, context.frame):
+                return [SourceEvent(EventKind.FORWARD, node, context, key=context.frame.key(model))], True
+        return [], True
 
     def unknown(self, node: ast.Call, context: EventContext) -> list[Node]:
         """Return the event of a call that cannot be followed; there is one if it gets a scaler or an optimizer."""
         frame = context.frame
-        given = [
-            (argument, role)
-            for argument in (*node.args, *(word.value for word in node.keywords))
-            if isinstance(argument, ast.Name | ast.Attribute | ast.Subscript)
-            and (role := frame.role(argument)) in (SCALER, OPTIMIZER)
-        ]
-        keys = tuple(key for argument, _ in given if (key := frame.key(argument)) is not None)
+        keys: list[str] = []
+        roles = set()
+        for argument in arguments_given(node):
+            role = frame.role(argument) if isinstance(argument, ast.Name | ast.Attribute | ast.Subscript) else None
+            if role in (SCALER, OPTIMIZER):
+                roles.add(role)
+                key = frame.key(argument)
+                keys += [key] if key is not None else []
         if not keys or _name_of(node.func, frame) in HARMLESS:
             return []
-        if all(role == OPTIMIZER for _, role in given) and frame.role_of_call(node) is not None:
+        if roles == {OPTIMIZER} and frame.role_of_call(node) is not None:
             return []  # it makes a scheduler, or wraps the optimizer
-        return [SourceEvent(EventKind.OPAQUE, node, context, key=keys[0], keys=keys)]
+        return [SourceEvent(EventKind.OPAQUE, node, context, key=keys[0], keys=tuple(keys))]
 
     def statement(self, node: ast.stmt, context: EventContext) -> list[Node]:
         """Return the events of an assignment: ``loss = scaler.scale(loss)``, ``p.grad = None``, ``p.grad /= scale``."""
         if isinstance(node, ast.Assign):
+            inner = node.value  # only simple forms are checked, since this runs for every assignment
+            while isinstance(inner, ast.BinOp | ast.IfExp):
+                inner = inner.left if isinstance(inner, ast.BinOp) else inner.body
             for target in node.targets:
-                if self.scaled or _calls_scale(node.value):
+                if self.scaled or method_called(inner) == "scale":
                     self._remember_scaled(target, node.value, context)
                 if isinstance(target, ast.Attribute) and target.attr == "grad":
-                    return _assigned_gradient(target, node.value, context)
-        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult) and _gradient(node.target):
+                    if isinstance(node.value, ast.Constant) and node.value.value is None:
+                        return [SourceEvent(EventKind.ZERO_GRAD, target, context)]
+                    return _scaled_in_place(target, node.value, context)
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult) and _is_gradient(node.target):
             return _scaled_in_place(node.target, node.value, context)
         return []
 
     def _remember_scaled(self, target: ast.expr, value: ast.expr, context: EventContext) -> None:
-        key = context.frame.key(target) if isinstance(target, ast.Name | ast.Attribute) else None
+        frame = context.frame
+        key = frame.key(target) if isinstance(target, ast.Name | ast.Attribute) else None
         if key is None:
             return
-        scaler = _scaled_by(value, context.frame)
+        scaler = _scaled_by(value, frame)
         if scaler is not None:
             self.scaled[key] = (scaler, context.guards)
-        elif not _mentions(value, key, context.frame):  # loss = loss / n keeps its scale
+            return
+        names = [part for part in ast.walk(value) if isinstance(part, ast.Name | ast.Attribute)]
+        if not any(frame.key(name) == key for name in names):  # loss = loss / n keeps its scale
             self.scaled.pop(key, None)
 
     # -- the special names --------------------------------------------------------------------------------
 
-    def backward(self, node: ast.Call, context: EventContext) -> CallEvents | None:
-        func = node.func
-        frame = context.frame
+    def backward(self, node: ast.Call, context: EventContext) -> Recognised | None:
+        func, frame = node.func, context.frame
         if frame.qualified(func) == "torch.autograd.backward":
-            return CallEvents(self._backward(node, node.args[0], context)) if node.args else None
+            return (self._backward(node, node.args[0], context), False) if node.args else None
         if not isinstance(func, ast.Attribute) or frame.callee(node) is not None:
             return None
-        receiver = func.value
-        name = (dotted_text(receiver) or "").rpartition(".")[2]
-        owner = name in ("self", "model", "optimizer") or FRAMEWORK_NAME.search(name) or name == "amp"
-        if owner or frame.role(receiver) is not None:  # engine.backward(loss), optimizer.backward(loss)
-            return CallEvents([SourceEvent(EventKind.OPAQUE, node, context, key=ANYTHING, keys=(ANYTHING,))])
-        return CallEvents(self._backward(node, receiver, context))
+        owner = last_name(func.value)
+        handles_scaling = owner in ("self", "model", "optimizer", "amp") or FRAMEWORK_NAME.search(owner)
+        if handles_scaling or frame.role(func.value) is not None:  # engine.backward(loss), optimizer.backward(loss)
+            return _hidden(node, context), False
+        return self._backward(node, func.value, context), False
 
     def _backward(self, node: ast.Call, loss: ast.expr, context: EventContext) -> list[Node]:
         if isinstance(loss, ast.IfExp):  # (scaler.scale(loss) if scaler else loss).backward()
@@ -141,7 +149,7 @@ class EventRecogniser:
             loss = loss.elts[0]
         scaler = _scaled_by(loss, context.frame)
         if scaler is not None:
-            value = _argument_of_scale(loss)
+            value = next((part.args[0] if part.args else None for part in _calls_of_scale(loss)), None)
             return [SourceEvent(EventKind.SCALED_BACKWARD, node, context, key=scaler, value=value)]
         key = context.frame.key(loss)
         plain = SourceEvent(EventKind.BACKWARD, node, context, value=loss)
@@ -149,65 +157,61 @@ class EventRecogniser:
             return [plain]
         scaler, guards = self.scaled[key]
         event = SourceEvent(EventKind.SCALED_BACKWARD, node, context, key=scaler, value=loss)
-        beyond = tuple(guard for guard in guards if guard not in context.guards)
+        beyond = tuple([guard for guard in guards if guard not in context.guards])
         if not beyond:
             return [event]
-        opposite = tuple(BranchGuard(guard.text, not guard.holds, guard.boundary) for guard in beyond)
+        opposite = tuple([BranchGuard(guard.text, not guard.holds, guard.boundary) for guard in beyond])
         return [Branch(beyond, opposite if len(beyond) == 1 else (), EventBlock([event]), EventBlock([plain]))]
 
-    def step(self, node: ast.Call, context: EventContext) -> CallEvents | None:
+    def step(self, node: ast.Call, context: EventContext) -> Recognised | None:
         if not isinstance(node.func, ast.Attribute):
             return None
         frame, receiver = context.frame, node.func.value
         role = frame.role(receiver)
         if role == SCHEDULER:
-            return CallEvents([SourceEvent(EventKind.SCHEDULER_STEP, node, context, key=frame.key(receiver))])
+            return [SourceEvent(EventKind.SCHEDULER_STEP, node, context, key=frame.key(receiver))], False
         if role is None or frame.callee(node) is not None:
             return None  # another kind of object, or a class whose code can be followed
-        key = frame.key(receiver)
         if role == SCALER:
-            other = frame.key(node.args[0]) if node.args else None
-            return CallEvents([SourceEvent(EventKind.SCALER_STEP, node, context, key=key, other=other)])
+            return _of_scaler(EventKind.SCALER_STEP, node, context), False
         if any(word.arg in ("scaler", "grad_scaler") for word in node.keywords):
-            return CallEvents([SourceEvent(EventKind.OPAQUE, node, context, key=ANYTHING, keys=(ANYTHING,))])
-        return CallEvents(
-            [SourceEvent(EventKind.OPTIMIZER_STEP, node, context, key=key)], follow=bool(node.args or node.keywords)
-        )
+            return _hidden(node, context), False
+        event = SourceEvent(EventKind.OPTIMIZER_STEP, node, context, key=frame.key(receiver))
+        return [event], bool(node.args or node.keywords)
 
-    def update(self, node: ast.Call, context: EventContext) -> CallEvents | None:
+    def update(self, node: ast.Call, context: EventContext) -> Recognised | None:
         if not isinstance(node.func, ast.Attribute) or context.frame.role(node.func.value) != SCALER:
             return None
-        if context.frame.callee(node) is not None:
-            return None
-        return CallEvents([SourceEvent(EventKind.UPDATE, node, context, key=context.frame.key(node.func.value))])
+        return self._method(EventKind.UPDATE, node, context)
 
-    def unscale(self, node: ast.Call, context: EventContext) -> CallEvents | None:
+    def unscale(self, node: ast.Call, context: EventContext) -> Recognised | None:
         if not isinstance(node.func, ast.Attribute) or context.frame.callee(node) is not None:
             return None
-        frame = context.frame
-        other = frame.key(node.args[0]) if node.args else None
-        return CallEvents([SourceEvent(EventKind.UNSCALE, node, context, key=frame.key(node.func.value), other=other)])
+        return _of_scaler(EventKind.UNSCALE, node, context), False
 
-    def zero_grad(self, node: ast.Call, context: EventContext) -> CallEvents | None:
+    def zero_grad(self, node: ast.Call, context: EventContext) -> Recognised | None:
+        return self._method(EventKind.ZERO_GRAD, node, context)
+
+    def _method(self, kind: str, node: ast.Call, context: EventContext) -> Recognised | None:
         if not isinstance(node.func, ast.Attribute) or context.frame.callee(node) is not None:
             return None
-        return CallEvents([SourceEvent(EventKind.ZERO_GRAD, node, context, key=context.frame.key(node.func.value))])
+        return [SourceEvent(kind, node, context, key=context.frame.key(node.func.value))], False
 
-    def in_place(self, node: ast.Call, context: EventContext) -> CallEvents | None:
+    def in_place(self, node: ast.Call, context: EventContext) -> Recognised | None:
         """Recognise ``p.grad.clamp_(-1, 1)``, ``p.grad.mul_(coef)`` and ``torch._foreach_mul_(grads, coef)``."""
         name = _name_of(node.func, context.frame)
         touched: list[ast.expr] = [node.func.value] if isinstance(node.func, ast.Attribute) else []
         if name == "clip_" and touched and context.frame.role(touched[0]) == SCALER:
-            return CallEvents([])  # ampwise's GradScaler.clip_ clips during the step; gradients stay scaled until then
+            return [], False  # ampwise's GradScaler.clip_ clips during the step; gradients stay scaled until then
         touched += node.args
-        if not any(_gradient(part) or _named_gradients(part) for part in touched):
+        if not any(_is_gradient(part) or (isinstance(part, ast.Name) and part.id in GRADIENTS) for part in touched):
             return None
         if "clamp" in name:
-            return CallEvents([SourceEvent(EventKind.CLIP, node, context)])
-        return CallEvents(_scaled_in_place(node, node.args[-1] if node.args else node, context))
+            return [SourceEvent(EventKind.CLIP, node, context)], False
+        return _scaled_in_place(node, node.args[-1] if node.args else node, context), False
 
-    def handled_elsewhere(self, node: ast.Call, context: EventContext) -> CallEvents:
-        return CallEvents([SourceEvent(EventKind.OPAQUE, node, context, key=ANYTHING, keys=(ANYTHING,))], follow=True)
+    def handled_elsewhere(self, node: ast.Call, context: EventContext) -> Recognised:
+        return _hidden(node, context), True
 
 
 _SPECIAL = {
@@ -218,10 +222,7 @@ _SPECIAL = {
     "zero_grad": EventRecogniser.zero_grad,
     "manual_backward": EventRecogniser.handled_elsewhere,
     "scale_loss": EventRecogniser.handled_elsewhere,
-    **dict.fromkeys(
-        ("clamp_", "clip_", "mul_", "div_", "_foreach_mul_", "_foreach_div_", "_foreach_clamp_max_"),
-        EventRecogniser.in_place,
-    ),
+    **dict.fromkeys(IN_PLACE, EventRecogniser.in_place),
 }
 
 
@@ -232,64 +233,44 @@ def _name_of(func: ast.expr, frame: Frame) -> str:
     return func.attr if isinstance(func, ast.Attribute) else ""
 
 
-def _clip(node: ast.Call, name: str, context: EventContext) -> CallEvents:
+def _hidden(node: ast.Call, context: EventContext) -> list[Node]:
+    """Return the event of a call that may do anything to gradients, scalers and optimizers."""
+    return [SourceEvent(EventKind.OPAQUE, node, context, key=ANYTHING, keys=(ANYTHING,))]
+
+
+def _of_scaler(kind: str, node: ast.Call, context: EventContext) -> list[Node]:
+    """Return the event of ``scaler.step(optimizer)`` or ``scaler.unscale_(optimizer)``."""
+    assert isinstance(node.func, ast.Attribute)
+    key, frame = context.frame.key(node.func.value), context.frame
+    return [SourceEvent(kind, node, context, key=key, other=frame.key(node.args[0]) if node.args else None)]
+
+
+def _clip(node: ast.Call, name: str, context: EventContext) -> Recognised:
     frame = context.frame
-    given = [*node.args, *(word.value for word in node.keywords)]
     receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
-    owner = (dotted_text(receiver) or "").rpartition(".")[2] if receiver is not None else ""
+    owner = last_name(receiver) if receiver is not None else ""
     if name not in CLIPS and frame.callee(node) is not None:
-        return CallEvents(follow=True)  # a helper whose code can be followed
-    if FRAMEWORK_NAME.search(owner) or any(frame.role(argument) == SCALER for argument in given):
-        return CallEvents([SourceEvent(EventKind.OPAQUE, node, context, key=ANYTHING, keys=(ANYTHING,))])
+        return [], True  # a helper whose code can be followed
+    if FRAMEWORK_NAME.search(owner) or SCALER in map(frame.role, arguments_given(node)):
+        return _hidden(node, context), False
     if name not in CLIPS and (owner == "self" or frame.role(receiver or node) is not None):
-        return CallEvents([SourceEvent(EventKind.OPAQUE, node, context, key=ANYTHING, keys=(ANYTHING,))])
-    return CallEvents([SourceEvent(EventKind.CLIP, node, context, value=node.args[0] if node.args else None)])
+        return _hidden(node, context), False
+    return [SourceEvent(EventKind.CLIP, node, context, value=node.args[0] if node.args else None)], False
 
 
-def _scaled_by(node: ast.expr | None, frame: Frame) -> str | None:
+def _calls_of_scale(node: ast.expr) -> list[ast.Call]:
+    """Return the calls of ``.scale(...)`` anywhere in an expression."""
+    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+    return [part for part in calls if isinstance(part.func, ast.Attribute) and part.func.attr == "scale"]
+
+
+def _scaled_by(node: ast.expr, frame: Frame) -> str | None:
     """Return the key of the scaler in ``scaler.scale(loss)``, anywhere in the expression."""
-    for part in ast.walk(node) if node is not None else ():
-        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "scale":
-            receiver = part.func.value
-            if frame.role(receiver) == SCALER and part.args:
-                return frame.key(receiver) or dotted_text(receiver)
+    for call in _calls_of_scale(node):
+        assert isinstance(call.func, ast.Attribute)
+        if frame.role(call.func.value) == SCALER and call.args:
+            return frame.key(call.func.value) or dotted_text(call.func.value)
     return None
-
-
-def _calls_scale(node: ast.expr) -> bool:
-    """Whether ``.scale(...)`` is called; only simple forms are checked, since this runs for every assignment."""
-    while isinstance(node, ast.BinOp | ast.IfExp):
-        node = node.left if isinstance(node, ast.BinOp) else node.body
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "scale"
-
-
-def _argument_of_scale(node: ast.expr) -> ast.expr | None:
-    for part in ast.walk(node):
-        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "scale":
-            return part.args[0] if part.args else None
-    return None
-
-
-def _mentions(value: ast.expr, key: str, frame: Frame) -> bool:
-    names = (part for part in ast.walk(value) if isinstance(part, ast.Name | ast.Attribute))
-    return any(frame.key(name) == key for name in names)
-
-
-def _forward(node: ast.Call, context: EventContext) -> SourceEvent | None:
-    """Return the forward event of a call of a model, or of a method that its author defined."""
-    func = node.func
-    if not (node.args or node.keywords):
-        return None
-    if isinstance(func, ast.Attribute) and _is_own(func.attr) and _is_model(func.value, context.frame):
-        return SourceEvent(EventKind.FORWARD, node, context, key=context.frame.key(func.value))
-    if _is_model(func, context.frame):
-        return SourceEvent(EventKind.FORWARD, node, context, key=context.frame.key(func))
-    return None
-
-
-def _is_own(method: str) -> bool:
-    """Whether a method is the model author's and not torch's; ``model.module`` is the model itself."""
-    return method not in MODULE_METHODS and method != "module"
 
 
 def _is_model(node: ast.expr, frame: Frame) -> bool:
@@ -300,31 +281,13 @@ def _is_model(node: ast.expr, frame: Frame) -> bool:
     return frame.qualified(node) is None and not isinstance(frame.definition(node), ClassOutline)
 
 
-def _gradient_read(node: ast.Call, name: str, context: EventContext) -> SourceEvent | None:
-    if "norm" in name and node.args and context.frame.qualified(node.func) in NORMS:
-        seen = any(_gradient(part) for part in ast.walk(node.args[0]))
-    else:
-        seen = name in READS and isinstance(node.func, ast.Attribute) and _gradient(node.func.value)
-    return SourceEvent(EventKind.GRAD_READ, node, context) if seen else None
-
-
-def _gradient(node: ast.AST) -> bool:
+def _is_gradient(node: ast.AST) -> bool:
     """Whether an expression is a parameter's gradient or derived from it: ``p.grad.detach().data``."""
     while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
         if isinstance(node, ast.Attribute) and node.attr == "grad":
             return not (isinstance(node.value, ast.Name) and node.value.id in ("autograd", "torch"))
         node = node.func if isinstance(node, ast.Call) else node.value
     return False
-
-
-def _named_gradients(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id in ("grads", "gradients", "device_grads", "all_grads")
-
-
-def _assigned_gradient(target: ast.Attribute, value: ast.expr, context: EventContext) -> list[Node]:
-    if isinstance(value, ast.Constant) and value.value is None:
-        return [SourceEvent(EventKind.ZERO_GRAD, target, context)]
-    return _scaled_in_place(target, value, context)
 
 
 def _scaled_in_place(node: ast.expr, factor: ast.expr, context: EventContext) -> list[Node]:

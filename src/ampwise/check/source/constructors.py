@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
+from typing import TYPE_CHECKING
 
-from ampwise.check.source.names import dotted_text
+from ampwise.check.source.names import dotted_text, last_name
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     from ampwise.check.source.frame import Frame
-
-__all__ = ["find_constructors"]
 
 MOVES = frozenset(("to", "cuda", "cpu", "eval", "train", "float", "half", "requires_grad_"))
 WRAPPERS = frozenset(("DataParallel", "DistributedDataParallel", "DDP", "compile", "convert_sync_batchnorm"))
@@ -21,61 +19,45 @@ MOST = 16
 def find_constructors(node: ast.expr, frame: Frame) -> list[tuple[ast.expr | None, Frame]]:
     """Return the expressions that may have made the object ``node``, with their frames; None for an unknown one."""
     found: list[tuple[ast.expr | None, Frame]] = []
-    pending, seen = [(node, frame)], {id(node)}
-    while pending:
-        part, where = pending.pop(0)
-        for value, home in _held(part, where):
-            inner = _inside(value)
+    pending: list[tuple[ast.expr, Frame]] = [(node, frame)]
+    seen = {id(node)}
+    for part, where in pending:
+        held: list[tuple[ast.expr | None, Frame]] = [(part, where)]
+        is_name = isinstance(part, ast.Name | ast.Attribute)
+        if is_name:
+            bindings = where.function.bindings.get(part.id, []) if isinstance(part, ast.Name) else []
+            loop = bindings[0].node if len(bindings) == 1 else None
+            held = _elements(loop.iter, where) if isinstance(loop, ast.For) else []
+            held = held or [*where.values(part)]
+        for value, home in held:
+            inner = None  # what a call moves or wraps
+            if isinstance(value, ast.Call):
+                if isinstance(value.func, ast.Attribute) and value.func.attr in MOVES:
+                    inner = value.func.value
+                elif value.args and last_name(value.func) in WRAPPERS:
+                    inner = value.args[0]
             if inner is None:
-                found.append((value, home))
+                found.append((None if is_name and value is part else value, home))
             elif id(inner) not in seen and len(seen) < MOST:
                 seen.add(id(inner))
-                if not _is_same_name(inner, node):  # model = model.to(device): its other assignments are also listed
+                name = dotted_text(inner)
+                if name is None or name != dotted_text(node):  # model = model.to(device): its other values are listed
                     pending.append((inner, home))
     return found
 
 
-def _held(node: ast.expr, frame: Frame) -> list[tuple[ast.expr | None, Frame]]:
-    if isinstance(node, ast.Name):
-        elements = _elements_looped_over(node, frame)
-        if elements:
-            return elements
-    if not isinstance(node, ast.Name | ast.Attribute):
-        return [(node, frame)]
-    return [(None if value.node is node else value.node, value.frame) for value in frame.values(node)]
-
-
-def _is_same_name(node: ast.expr, other: ast.expr) -> bool:
-    name = dotted_text(node)
-    return name is not None and name == dotted_text(other)
-
-
-def _inside(node: ast.expr | None) -> ast.expr | None:
-    """Return what a call moves or wraps; None if it does neither."""
-    if not isinstance(node, ast.Call):
-        return None
-    if isinstance(node.func, ast.Attribute) and node.func.attr in MOVES:
-        return node.func.value
-    name = (dotted_text(node.func) or "").rpartition(".")[2]
-    return node.args[0] if name in WRAPPERS and node.args else None
-
-
-def _elements_looped_over(name: ast.Name, frame: Frame) -> list[tuple[ast.expr | None, Frame]]:
+def _elements(iterated: ast.expr, frame: Frame) -> list[tuple[ast.expr | None, Frame]]:
     """Return the layers that ``block`` may be in ``for block in self.blocks``."""
-    bindings = frame.function.bindings.get(name.id, [])
-    if len(bindings) != 1 or not isinstance(bindings[0].node, ast.For):
-        return []
-    iterated = bindings[0].node.iter
     if isinstance(iterated, ast.Call) and dotted_text(iterated.func) in ("enumerate", "reversed") and iterated.args:
         iterated = iterated.args[0]
-    values = frame.values(iterated) if isinstance(iterated, ast.Name | ast.Attribute) else []
-    return [(element, value.frame) for value in values for element in _elements(value.node)]
-
-
-def _elements(node: ast.expr | None) -> list[ast.expr]:
-    if isinstance(node, ast.Call) and (dotted_text(node.func) or "").rpartition(".")[2] in LISTS and node.args:
-        first = node.args[0].value if isinstance(node.args[0], ast.Starred) else node.args[0]
-        if isinstance(first, ast.ListComp | ast.GeneratorExp):
-            return [first.elt]
-        return first.elts if isinstance(first, ast.List | ast.Tuple) else node.args
-    return []
+    found: list[tuple[ast.expr | None, Frame]] = []
+    for value in frame.values(iterated) if isinstance(iterated, ast.Name | ast.Attribute) else ():
+        made = value.node
+        if isinstance(made, ast.Call) and last_name(made.func) in LISTS and made.args:
+            first = made.args[0].value if isinstance(made.args[0], ast.Starred) else made.args[0]
+            if isinstance(first, ast.ListComp | ast.GeneratorExp):
+                layers = [first.elt]
+            else:
+                layers = first.elts if isinstance(first, ast.List | ast.Tuple) else made.args
+            found += [(layer, value.frame) for layer in layers]
+    return found

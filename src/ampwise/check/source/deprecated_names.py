@@ -9,13 +9,12 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.project import SourceFile
 from ampwise.finding import Edit
-
-__all__ = ["DeprecatedUse", "deprecated_uses"]
 
 MOVED = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
 # What `torch.cuda.amp.autocast(...)` took by position; torch.amp's takes the device and then the dtype.
@@ -30,8 +29,6 @@ DEPRECATED = {f"{module}.{name}": (device, name) for module, device in MODULES.i
 ABOUT_VERSIONS = LazyPattern(
     r"version|hasattr|getattr|TORCH|_available|__dict__|dir\(|find_spec|callable", re.IGNORECASE
 )
-
-
 MOST_SHARED = 100  # above this many edits, only one finding carries the edits that many share
 OPENING = LazyPattern(r"\s*\(")
 
@@ -40,20 +37,24 @@ class _NotSure(Exception):
     """A use that cannot be rewritten safely."""
 
 
-class DeprecatedUse:
+def _require(condition: bool) -> None:
+    if not condition:
+        raise _NotSure
+
+
+class DeprecatedUse(NamedTuple):
     """Use of a deprecated name, and the edits that replace it; without edits it needs a manual change."""
 
-    __slots__ = ("edits", "name", "node")
-
-    def __init__(self, node: ast.AST, name: str, edits: tuple[Edit, ...] = ()) -> None:
-        self.node = node
-        self.name = name
-        self.edits = edits
+    node: ast.ImportFrom | ast.Attribute
+    name: str
+    edits: tuple[Edit, ...]
 
 
 def deprecated_uses(code: SourceFile) -> list[DeprecatedUse]:
     """Return the imports of deprecated names, and their uses with a module name, such as ``amp.autocast()``."""
-    return _Deprecated(code).uses()
+    found = _Deprecated(code)
+    uses = [*found.imported(), *found.dotted()]
+    return sorted(uses, key=lambda use: (use.node.lineno, use.node.col_offset))
 
 
 class _Deprecated:
@@ -65,57 +66,48 @@ class _Deprecated:
         self._has_shared = False
         self._caught: dict[ast.Try, tuple[bool, set[ast.AST]]] = {}
 
-    def uses(self) -> list[DeprecatedUse]:
-        found = [*self._imported(), *self._dotted()]
-        return sorted(found, key=lambda use: (use.node.lineno, use.node.col_offset))  # type: ignore[attr-defined]
-
     # -- from torch.cuda.amp import autocast ---------------------------------------------------------------
 
-    def _imported(self) -> Iterator[DeprecatedUse]:
-        statements = self._import_statements()
+    def imported(self) -> Iterator[DeprecatedUse]:
+        statements = self._import_statements
+        if not statements:
+            return
         names = {alias.name for node in statements for alias in node.names}
-        edits = (
-            self._sure_edits(functools.partial(self._once, "imports", self._edits_of_imports), "GradScaler" in names)
-            if statements
-            else ()
-        )
+        edits = self._sure_edits(self._edits_of_imports, "GradScaler" in names)
         for node in statements:
             yield DeprecatedUse(node, f"{node.module}", edits)
             edits = edits if len(edits) <= MOST_SHARED else ()
 
+    @functools.cached_property
     def _import_statements(self) -> list[ast.ImportFrom]:
-        return [
-            node
-            for node in self.code.nodes(ast.ImportFrom)
-            if node.module in MODULES and not node.level and any(alias.name in (*MOVED, "*") for alias in node.names)
-        ]
+        nodes = [node for node in self.code.nodes(ast.ImportFrom) if node.module in MODULES and not node.level]
+        return [node for node in nodes if any(alias.name in (*MOVED, "*") for alias in node.names)]
 
     def _edits_of_imports(self) -> list[Edit]:
+        return self._once("imports", self._find_edits_of_imports)
+
+    def _find_edits_of_imports(self) -> list[Edit]:
         """Return the edits for all imports of deprecated names and all uses of the imported names."""
         names: dict[str, tuple[str, str]] = {}
-        statements = self._import_statements()
-        for node in statements:
-            self._require(not self._for_old_versions(node))
+        edits = []
+        for node in self._import_statements:
+            _require(not self._is_for_old_versions(node))
             for alias in node.names:
-                self._require(alias.name in MOVED)
+                _require(alias.name in MOVED)
                 what = (MODULES[node.module or ""], alias.name)
-                self._require(names.setdefault(alias.asname or alias.name, what) == what)
-        edits = [self._renamed_module(node) for node in statements]
-        self._require(not self._is_imported_elsewhere(set(names)))
+                _require(names.setdefault(alias.asname or alias.name, what) == what)
+            # `from torch.cuda.amp import` becomes `from torch.amp import`; the imported names stay.
+            found = re.match(rf"from\s+{re.escape(node.module or '')}(?=\s+import\b)", self.script.segment(node))
+            if found is None:
+                raise _NotSure
+            line, column = self.script.span(node)[0]
+            edits.append(self.script.edit(line, column, line, column + found.end(), "from torch.amp"))
+        _require(not self._is_imported_elsewhere(set(names)))
         for name, (device, moved) in names.items():
-            self._require(self._is_bound_only_by(name, statements))
-            for use in self._names(name):
+            _require(self._is_bound_only_by(name, self._import_statements))
+            for use in self._names_by_text.get(name, ()):
                 edits += self._rewritten(use, device, moved, written=name)
         return edits
-
-    def _renamed_module(self, node: ast.ImportFrom) -> Edit:
-        """Rewrite ``from torch.cuda.amp import`` to ``from torch.amp import``; the imported names stay."""
-        text = self.script.segment(node)
-        found = re.match(rf"from\s+{re.escape(node.module or '')}(?=\s+import\b)", text)
-        if found is None:
-            raise _NotSure
-        line, column = self.script.span(node)[0]
-        return self.script.edit(line, column, line, column + found.end(), "from torch.amp")
 
     def _is_imported_elsewhere(self, names: set[str]) -> bool:
         """Whether other files may import these names from this one and use them in the old way."""
@@ -126,19 +118,16 @@ class _Deprecated:
 
     # -- torch.cuda.amp.autocast(), amp.autocast() ------------------------------------------------------------
 
-    def _dotted(self) -> Iterator[DeprecatedUse]:
-        for node in self.dotted_uses:
+    def dotted(self) -> Iterator[DeprecatedUse]:
+        for node in self._dotted_uses:
             device, name = DEPRECATED[self._full_name(node)]
             edits = self._sure_edits(functools.partial(self._edits_of_use, node), name == "GradScaler")
             yield DeprecatedUse(node, f"torch.{device}.amp.{name}", edits)
 
     @functools.cached_property
-    def dotted_uses(self) -> list[ast.Attribute]:
-        return [
-            node
-            for node in self.code.nodes(ast.Attribute)
-            if node.attr in MOVED and self._full_name(node) in DEPRECATED
-        ]
+    def _dotted_uses(self) -> list[ast.Attribute]:
+        nodes = [node for node in self.code.nodes(ast.Attribute) if node.attr in MOVED]
+        return [node for node in nodes if self._full_name(node) in DEPRECATED]
 
     def _full_name(self, node: ast.expr) -> str:
         return self.imports.qualified(node) or ""
@@ -146,8 +135,11 @@ class _Deprecated:
     def _edits_of_use(self, node: ast.expr) -> list[Edit]:
         """Return the edits for one use, in whatever form it is written."""
         if isinstance(node, ast.Name):
-            return self._once("imports", self._edits_of_imports)
-        root = _root(node)
+            return self._edits_of_imports()
+        inner = node
+        while isinstance(inner, ast.Attribute):
+            inner = inner.value
+        root = inner.id if isinstance(inner, ast.Name) else ""
         if self.imports.names.get(root) != "torch":
             return self._once(f"alias {root}", functools.partial(self._edits_of_module_alias, root))
         device, name = DEPRECATED[self._full_name(node)]
@@ -156,7 +148,8 @@ class _Deprecated:
     def _sure_edits(self, edits_of: Callable[[], list[Edit]], of_scaler: bool) -> tuple[Edit, ...]:
         """Return all edits, or none if one is not safe; a scaler's include those of ``isinstance`` tests."""
         try:
-            edits, tests = edits_of(), self._edits_of_tests if of_scaler else []
+            edits = edits_of()
+            tests = self._once("tests", self._edits_of_tests) if of_scaler else []
         except _NotSure:
             return ()
         if len(edits) + len(tests) > MOST_SHARED:  # they fix all uses at once: one finding carries them
@@ -164,11 +157,6 @@ class _Deprecated:
                 return ()
             self._has_shared = True
         return tuple(dict.fromkeys([*edits, *tests]))
-
-    @property
-    def _edits_of_tests(self) -> list[Edit]:
-        """Edits of ``isinstance(scaler, torch.cuda.amp.GradScaler)``, which is False for a scaler of torch.amp."""
-        return self._once("tests", lambda: list(dict.fromkeys(self._find_edits_of_tests())))
 
     def _once(self, what: str, edits_of: Callable[[], list[Edit]]) -> list[Edit]:
         """Return edits that many uses share, found once; raises _NotSure every time if they are not safe."""
@@ -182,43 +170,40 @@ class _Deprecated:
             raise _NotSure
         return found
 
-    def _find_edits_of_tests(self) -> Iterator[Edit]:
-        given: set[int] = set()
-        kept: list[list[Edit]] = []  # so that no other list gets the id of one
+    def _edits_of_tests(self) -> list[Edit]:
+        """Return edits of ``isinstance(scaler, torch.cuda.amp.GradScaler)``, which is False for torch.amp's scaler."""
+        found: dict[Edit, None] = {}
+        given: dict[int, list[Edit]] = {}  # all uses of an import share its edits
         for node in (*self.code.nodes(ast.Name), *self.code.nodes(ast.Attribute)):
             if DEPRECATED.get(self._full_name(node), ("", ""))[1] == "GradScaler":
-                parent = self.parent(node)
+                parent = self.script.parents.get(node)
                 if not (isinstance(parent, ast.Call) and parent.func is node) and not self._is_annotation(node):
                     edits = self._edits_of_use(node)
-                    if id(edits) not in given:  # all uses of an import share its edits
-                        given.add(id(edits))
-                        kept.append(edits)
-                        yield from edits
+                    if id(edits) not in given:
+                        given[id(edits)] = edits
+                        found.update(dict.fromkeys(edits))
+        return list(found)
 
     def _edits_of_module_alias(self, alias: str) -> list[Edit]:
         """Rewrite ``from torch.cuda import amp`` to ``from torch import amp``, with every use of ``amp``."""
-        statements = [
-            node
-            for node in self.code.tree_nodes
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            and any((name.asname or name.name) == alias for name in node.names)
-        ]
-        self._require(len(statements) == 1 and len(statements[0].names) == 1)
+        imports: list[ast.Import | ast.ImportFrom] = [*self.code.nodes(ast.Import), *self.code.nodes(ast.ImportFrom)]
+        statements = [node for node in imports if any((name.asname or name.name) == alias for name in node.names)]
+        _require(len(statements) == 1 and len(statements[0].names) == 1)
         statement = statements[0]
-        self._require(not self._for_old_versions(statement) and not self._is_imported_elsewhere({alias}))
-        self._require(self._is_bound_only_by(alias, [statement]))
+        _require(not self._is_for_old_versions(statement) and not self._is_imported_elsewhere({alias}))
+        _require(self._is_bound_only_by(alias, [statement]))
         new = f"import torch.amp as {alias}"
         if isinstance(statement, ast.ImportFrom):
-            self._require(statement.module in ("torch.cuda", "torch.cpu") and statement.names[0].name == "amp")
+            _require(statement.module in ("torch.cuda", "torch.cpu") and statement.names[0].name == "amp")
             new = "from torch import amp" + ("" if alias == "amp" else f" as {alias}")
         edits = [self.script.replace(statement, new)]
-        dotted_uses = set(self.dotted_uses)
-        for name in self._names(alias):
-            use = self.parent(name)
-            self._require(isinstance(use, ast.Attribute) and use in dotted_uses)
-            assert isinstance(use, ast.Attribute)
+        dotted_uses = set(self._dotted_uses)
+        for name in self._names_by_text.get(alias, ()):
+            use = self.script.parents.get(name)
+            if not isinstance(use, ast.Attribute) or use not in dotted_uses:
+                raise _NotSure
             device, what = DEPRECATED[self._full_name(use)]
-            self._require(self._full_name(use).count(".") == 3)  # not through amp.autocast_mode
+            _require(self._full_name(use).count(".") == 3)  # not through amp.autocast_mode
             edits += self._rewritten(use, device, what, written=f"{alias}.{what}")
         return edits
 
@@ -226,80 +211,65 @@ class _Deprecated:
 
     def _rewritten(self, node: ast.expr, device: str, name: str, *, written: str) -> list[Edit]:
         """Return the edits that replace one use of ``name`` by ``written``."""
-        self._require(not self._for_old_versions(node))
-        parent = self.parent(node)
+        _require(not self._is_for_old_versions(node))
+        parent = self.script.parents.get(node)
         if isinstance(parent, ast.Call) and parent.func is node:
             return self._rewritten_call(parent, device, name, written)
-        if self._is_decorator(node) and name.startswith("custom_"):
+        if node in getattr(parent, "decorator_list", ()) and name.startswith("custom_"):
             return [self.script.replace(node, f'{written}(device_type="{device}")')]
         # As a type it covers the old class, too, which is derived from it.
-        self._require(
-            name in ("GradScaler", "autocast") and (self._is_annotation(node) or self._is_instance_test(node))
-        )
+        outer = self.script.parents.get(parent) if isinstance(parent, ast.Tuple) else parent
+        is_test = isinstance(outer, ast.Call) and isinstance(outer.func, ast.Name) and outer.func.id == "isinstance"
+        _require(name in ("GradScaler", "autocast") and (self._is_annotation(node) or is_test))
         return [] if self.script.segment(node) == written else [self.script.replace(node, written)]
 
     def _rewritten_call(self, call: ast.Call, device: str, name: str, written: str) -> list[Edit]:
         start, function_end = self.script.span(call.func)
-        opening = OPENING.compiled.match(self.script.text, self.script.offset(*function_end))
-        self._require(opening is not None and start[0] == function_end[0] and "\n" not in opening[0])
-        self._require(not any(isinstance(argument, ast.Starred) for argument in call.args))
-        assert opening is not None
-        given = f'"{device}"' if name in ("autocast", "GradScaler") else f'device_type="{device}"'
         line, column = function_end
+        opening = OPENING.compiled.match(self.script.text, self.script.offset(*function_end))
+        if opening is None or start[0] != line or "\n" in opening[0]:
+            raise _NotSure
+        _require(not any(isinstance(argument, ast.Starred) for argument in call.args))
+        given = f'"{device}"' if name in ("autocast", "GradScaler") else f'device_type="{device}"'
+        arguments = [*call.args, *call.keywords]
+        if arguments:  # before the first of them, on its line
+            first_line, first_column = min([self.script.span(argument)[0] for argument in arguments])
+            indentation = self.script.lines[first_line - 1][: first_column - 1]
+            _require(first_line == line or not indentation.strip())
+            given = f"{given}, " if first_line == line else f"\n{indentation}{given},"
         after_bracket = (line, column + len(opening[0]))
-        edits = [self.script.edit(*start, *after_bracket, f"{written}({self._before_first(call, given)}")]
+        edits = [self.script.edit(*start, *after_bracket, f"{written}({given}")]
         if name == "autocast":
             edits += self._named_positions(call, after_bracket)
         else:
-            self._require(name == "GradScaler" or not call.args)
+            _require(name == "GradScaler" or not call.args)
         return edits
-
-    def _before_first(self, call: ast.Call, given: str) -> str:
-        """Return the new first argument with its separator: on the line of the others, or on its own line."""
-        arguments = [*call.args, *call.keywords]
-        if not arguments:
-            return given
-        line, column = min(self.script.span(argument)[0] for argument in arguments)
-        if line == self.script.span(call.func)[1][0]:
-            return f"{given}, "
-        indentation = self.script.lines[line - 1][: column - 1]
-        self._require(not indentation.strip())
-        return f"\n{indentation}{given},"
 
     def _named_positions(self, call: ast.Call, after_bracket: tuple[int, int]) -> Iterator[Edit]:
         """Rewrite ``autocast(True, torch.half)`` to ``autocast(enabled=True, dtype=torch.half)``."""
-        self._require(len(call.args) <= len(POSITIONS))
+        _require(len(call.args) <= len(POSITIONS))
         reached, expected = after_bracket, ""
         for word, argument in zip(POSITIONS, call.args, strict=False):
             start, end = self.script.span(argument)
             between = self.script.text[self.script.offset(*reached) : self.script.offset(*start)]
             # Brackets around an argument are not part of its node, so its text would be incomplete.
-            self._require(re.sub(r"#[^\n]*", "", between).strip() == expected)
+            _require(re.sub(r"#[^\n]*", "", between).strip() == expected)
             yield self.script.replace(argument, f"{word}={self.script.segment(argument)}")
             reached, expected = end, ","
 
     # -- the context of a use -----------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def parents(self) -> dict[ast.AST, ast.AST]:
-        return {child: node for node in self.code.tree_nodes for child in ast.iter_child_nodes(node)}
-
-    def parent(self, node: ast.AST) -> ast.AST | None:
-        return self.parents.get(node)
-
     def _outer_nodes(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         """Yield each node that contains ``node``, with its child on the way."""
-        inner: ast.AST = node
-        outer = self.parent(node)
-        while outer is not None:
-            yield outer, inner
-            inner, outer = outer, self.parent(outer)
+        while node in self.script.parents:
+            yield self.script.parents[node], node
+            node = self.script.parents[node]
 
-    def _for_old_versions(self, node: ast.AST) -> bool:
+    def _is_for_old_versions(self, node: ast.AST) -> bool:
         for outer, inner in self._outer_nodes(node):
-            if isinstance(outer, ast.ExceptHandler) or (
-                isinstance(outer, ast.Try) and self._tries_imports(outer, inner)
-            ):
+            if isinstance(outer, ast.ExceptHandler):
+                return True
+            if isinstance(outer, ast.Try) and self._tries_imports(outer, inner):
                 return True
             test = outer.test if isinstance(outer, ast.If | ast.IfExp) else None
             if test is not None and test is not inner and ABOUT_VERSIONS.search(ast.unparse(test)):
@@ -309,14 +279,11 @@ class _Deprecated:
     def _tries_imports(self, node: ast.Try, inner: ast.AST) -> bool:
         """Whether a ``try`` tests what torch offers, and does not wrap a whole training run."""
         if node not in self._caught:
-            caught = " ".join(ast.unparse(handler.type) if handler.type else "" for handler in node.handlers)
+            caught = " ".join([ast.unparse(handler.type) if handler.type else "" for handler in node.handlers])
             about = re.search(r"ImportError|ModuleNotFoundError|AttributeError|TypeError", caught) is not None
             self._caught[node] = about or (bool(node.handlers) and len(node.body) <= 2), set(node.body)
         about_torch, body = self._caught[node]
         return about_torch and inner in body
-
-    def _is_decorator(self, node: ast.expr) -> bool:
-        return node in getattr(self.parent(node), "decorator_list", ())
 
     def _is_annotation(self, node: ast.expr) -> bool:
         for outer, inner in self._outer_nodes(node):
@@ -326,15 +293,6 @@ class _Deprecated:
                 return False
         return False
 
-    def _is_instance_test(self, node: ast.expr) -> bool:
-        outer: ast.AST | None = self.parent(node)
-        if isinstance(outer, ast.Tuple):
-            outer = self.parent(outer)
-        return isinstance(outer, ast.Call) and isinstance(outer.func, ast.Name) and outer.func.id == "isinstance"
-
-    def _names(self, name: str) -> Iterator[ast.Name]:
-        return iter(self._names_by_text.get(name, []))
-
     @functools.cached_property
     def _names_by_text(self) -> dict[str, list[ast.Name]]:
         found: dict[str, list[ast.Name]] = {}
@@ -342,9 +300,7 @@ class _Deprecated:
             found.setdefault(node.id, []).append(node)
         return found
 
-    def _is_bound_only_by(
-        self, name: str, statements: list[ast.ImportFrom] | list[ast.Import | ast.ImportFrom]
-    ) -> bool:
+    def _is_bound_only_by(self, name: str, statements: Sequence[ast.Import | ast.ImportFrom]) -> bool:
         """Whether only these imports bind ``name`` in the file."""
         return self._binders.get(name, set()) | self._binders.get("*", set()) <= set(statements)
 
@@ -353,25 +309,15 @@ class _Deprecated:
         """Nodes that bind names, by name; "*" for star imports, whose names are unknown."""
         found: dict[str, set[ast.AST]] = {}
         for node in self.code.tree_nodes:
+            names: list[str] = []
             if isinstance(node, ast.Name):
                 names = [] if isinstance(node.ctx, ast.Load) else [node.id]
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 names = [node.name]
-            else:
-                names = [node.arg] if isinstance(node, ast.arg) else []
+            elif isinstance(node, ast.arg):
+                names = [node.arg]
             for name in names:
                 found.setdefault(name, set()).add(node)
         return found
-
-    @staticmethod
-    def _require(condition: bool) -> None:
-        if not condition:
-            raise _NotSure
-
-
-def _root(node: ast.expr) -> str:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""

@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from ampwise.check.source.events import Branch, BranchGuard, EventBlock, Jump, Loop, Node, SourceEvent
-
-__all__ = ["MOST_PATHS", "ExecutionPath", "paths_through"]
+from ampwise.check.source.events import Branch, EventBlock, FollowedCall, Jump, Loop, SourceEvent
 
 MOST_PATHS = 256  # a block with more paths is not analysed
 MOST_COPIED = 1_000_000  # events that are copied or compared: a second of work
 
 
+@dataclass(slots=True, eq=False)
 class ExecutionPath:
     """Events of one execution path in order, and the conditions that were decided on the way."""
 
-    __slots__ = ("_positions", "decided", "ended", "events")
+    events: list[SourceEvent] = field(default_factory=list)
+    decided: dict[str, bool] = field(default_factory=dict)
+    ended: str | None = None  # the jump that ended it
+    _positions: dict[tuple[str, ...], list[int]] = field(default_factory=dict)  # of events by kinds
 
-    def __init__(
-        self, events: list[SourceEvent] | None = None, decided: dict[str, bool] | None = None, ended: str | None = None
-    ) -> None:
-        self.events = [] if events is None else events
-        self.decided = {} if decided is None else decided
-        self.ended = ended  # the jump that ended it
-        self._positions: dict[tuple[str, ...], list[int]] = {}  # of events by kinds, computed on demand
-
-    def after(self, index: int, kinds: tuple[str, ...]) -> Iterator[SourceEvent]:
-        """Yield the events of these kinds after a position, in order."""
-        positions = self._of(kinds)
-        for number in range(bisect.bisect_right(positions, index), len(positions)):
-            yield self.events[positions[number]]
-
-    def before(self, index: int, kinds: tuple[str, ...]) -> Iterator[SourceEvent]:
-        """Yield the events of these kinds before a position, the latest first."""
-        positions = self._of(kinds)
-        for number in range(bisect.bisect_left(positions, index) - 1, -1, -1):
-            yield self.events[positions[number]]
-
-    def _of(self, kinds: tuple[str, ...]) -> list[int]:
+    def positions(self, kinds: tuple[str, ...]) -> list[int]:
+        """Return the positions of the events of these kinds."""
         if kinds not in self._positions:
             self._positions[kinds] = [index for index, event in enumerate(self.events) if event.kind in kinds]
         return self._positions[kinds]
-
-    def allows(self, guards: tuple[BranchGuard, ...]) -> bool:
-        return all(self.decided.get(guard.text, guard.holds) == guard.holds for guard in guards)
-
-    def under(self, guards: tuple[BranchGuard, ...]) -> ExecutionPath:
-        return ExecutionPath(list(self.events), self.decided | {guard.text: guard.holds for guard in guards})
 
 
 class TooManyPaths(Exception):
@@ -71,49 +47,60 @@ class _Runner:
 
     def spend(self, paths: list[ExecutionPath]) -> None:
         """Count events that are copied or compared, and stop at the limit."""
-        self.copied += sum(len(path.events) + len(path.decided) for path in paths)
+        self.copied += sum([len(path.events) + len(path.decided) for path in paths])
         if self.copied > MOST_COPIED:
             raise TooManyPaths
 
-    def run(self, block: EventBlock, paths: list[ExecutionPath]) -> list[ExecutionPath]:
+    def run(self, block: EventBlock, going: list[ExecutionPath]) -> list[ExecutionPath]:
+        """Follow paths through a block; those that a jump ended come first, as far as others went on after it."""
+        ended: list[ExecutionPath] = []
+        may_have_ended = False
         for node in block.nodes:
-            going = [path for path in paths if path.ended is None]
+            if may_have_ended:
+                ended += [path for path in going if path.ended is not None]
+                going = [path for path in going if path.ended is None]
+                may_have_ended = False
             if not going:
                 break
-            paths = [path for path in paths if path.ended is not None] + self.follow(node, going)
-            if len(paths) > MOST_PATHS:
-                self.spend(paths)
-                paths = _merged(paths)
-                if len(paths) > MOST_PATHS:
+            if isinstance(node, SourceEvent):
+                for path in going:
+                    path.events.append(node)
+                continue
+            may_have_ended = True
+            going = self.follow(node, going)
+            if len(ended) + len(going) > MOST_PATHS:
+                self.spend(ended + going)
+                ended, going = [], _merged(ended + going)
+                if len(going) > MOST_PATHS:
                     raise TooManyPaths
-        return paths
+        return ended + going
 
-    def follow(self, node: Node, paths: list[ExecutionPath]) -> list[ExecutionPath]:
-        if isinstance(node, SourceEvent):
-            for path in paths:
-                path.events.append(node)
-            return paths
+    def follow(self, node: Branch | Loop | FollowedCall | Jump, paths: list[ExecutionPath]) -> list[ExecutionPath]:
+        if isinstance(node, Branch):
+            return self.fork(node, paths)
         if isinstance(node, Jump):
             for path in paths:
                 path.ended = node.kind
             return paths
-        if isinstance(node, Branch):
-            return self.fork(node, paths)
+        paths = self.run(node.block, paths)
         ends = ("continue", "break") if isinstance(node, Loop) else ("return",)
-        done = self.run(node.block, paths)
-        for path in done:
+        for path in paths:
             if path.ended in ends:
                 path.ended = None
-        return done
+        return paths
 
     def fork(self, branch: Branch, paths: list[ExecutionPath]) -> list[ExecutionPath]:
         self.spend(paths)
         result: list[ExecutionPath] = []
         for path in paths:
-            sides = ((branch.then_guards, branch.then), (branch.else_guards, branch.orelse))
-            for guards, block in sides:
-                if path.allows(guards):
-                    result += self.run(block, [path.under(guards)])
+            for guards, block in ((branch.then_guards, branch.then), (branch.else_guards, branch.orelse)):
+                decided = dict(path.decided)
+                for guard in guards:
+                    if path.decided.get(guard.text, guard.holds) != guard.holds:
+                        break
+                    decided[guard.text] = guard.holds
+                else:
+                    result += self.run(block, [ExecutionPath(list(path.events), decided)])
         return result
 
 

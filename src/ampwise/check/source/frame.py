@@ -8,46 +8,50 @@ names of the same object, in two functions, get the same key; its ``values`` are
 from __future__ import annotations
 
 import ast
+import collections
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ampwise.check.source.constructors import find_constructors
-from ampwise.check.source.names import dotted_text
-from ampwise.check.source.outline import Binding, ClassOutline, FileOutline, FunctionOutline
+from ampwise.check.source.names import dotted_text, last_name
+from ampwise.check.source.outline import Binding, ClassOutline, FunctionOutline
 from ampwise.check.source.torch_names import GRAD_SCALERS, NOT_A_GRAD_SCALER, SCALER, role_of_constructor, role_of_name
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
-    from typing import Protocol
-
-    class ProjectLookup(Protocol):
-        """Interface of the project that frames use: functions and classes that other checked files define."""
-
-        def find(self, qualified: str, importer: FileOutline) -> FunctionOutline | ClassOutline | None: ...
-
-        def frame(self, function: FunctionOutline, instance_of: ClassOutline | None = None) -> Frame: ...
-
-        def is_worth_following(self, function: FunctionOutline, caller: FileOutline) -> bool: ...
-
-        def may_lose_precision(self, function: FunctionOutline) -> bool: ...
-
-
-__all__ = ["Frame", "PossibleValue"]
+    from ampwise.check.source.project import Project
 
 MOST_VALUES = 40  # a name with more possible values is treated as unknown
 MOST_BASES = 64  # base classes of a class
 # Attributes that refer to the same object.
 TRANSPARENT = frozenset(("module", "_orig_mod", "data"))
+ARGUMENT_PARSERS = ("parse_args", "parse_known_args", "ArgumentParser")
+
+Given = TypeVar("Given")
+Found = TypeVar("Found")
+Callee = tuple[FunctionOutline, ClassOutline | None]  # a function, and the class of its ``self``
 
 
-class PossibleValue:
+class PossibleValue(NamedTuple):
     """Expression that a name may hold, and the frame to evaluate it in; the node is None if it is unknown."""
 
-    __slots__ = ("frame", "node")
+    node: ast.expr | None
+    frame: Frame
 
-    def __init__(self, node: ast.expr | None, frame: Frame) -> None:
-        self.node = node
-        self.frame = frame
+
+def once_per_argument(find: Callable[[Frame, Given], Found | None]) -> Callable[[Frame, Given], Found | None]:
+    """Call a method of a frame once for each argument; while it runs its result is None, which ends cycles."""
+
+    @functools.wraps(find)
+    def find_once(self: Frame, given: Given) -> Found | None:
+        known = self._known[find]
+        if given not in known:
+            known[given] = None
+            known[given] = find(self, given)
+        found: Found | None = known[given]
+        return found
+
+    return find_once
 
 
 class Frame:
@@ -56,161 +60,119 @@ class Frame:
     def __init__(
         self,
         function: FunctionOutline,
-        lookup: ProjectLookup,
+        lookup: Project,
         caller: Frame | None = None,
         arguments: dict[str, ast.expr] | None = None,
         instance_of: ClassOutline | None = None,
         call: ast.Call | None = None,
     ) -> None:
-        self.function = function
-        self.call = call
-        self.lookup = lookup
-        self.caller = caller
+        self.function, self.outline = function, function.outline
+        self.call, self.lookup, self.caller = call, lookup, caller
         self.arguments = arguments or {}
-        self.instance_of: ClassOutline | None = (
-            instance_of or function.owner or (None if caller is None else caller.instance_of)
-        )
-        # Results by node; while one is computed it is "unknown", which ends cycles.
-        self._roles: dict[ast.expr, str | None] = {}
-        self._keys: dict[ast.expr, str | None] = {}
+        self.instance_of: ClassOutline | None
+        self.instance_of = instance_of or function.owner or (None if caller is None else caller.instance_of)
         self._values: dict[ast.expr, list[PossibleValue]] = {}
-        self._classes: dict[ast.expr, ClassOutline | None] = {}
-        self._homes: dict[str, tuple[Frame, FunctionOutline] | None] = {}
-        self._callees: dict[ast.Call, tuple[FunctionOutline, ClassOutline | None] | None] = {}
+        self._known: dict[object, dict[Any, Any]] = collections.defaultdict(dict)  # results of ``once_per_argument``
 
-    @property
-    def outline(self) -> FileOutline:
-        return self.function.outline
+    def callers(self) -> list[Frame]:
+        """Return this frame and its callers, innermost first."""
+        frames = [self]
+        while frames[-1].caller is not None:
+            frames.append(frames[-1].caller)
+        return frames
 
-    @functools.cached_property
-    def open_ended(self) -> bool:
-        """Whether the call has ``*args`` or ``**kwargs``, so that any parameter may be given."""
-        if self.call is None:
-            return False
-        starred = any(isinstance(argument, ast.Starred) for argument in self.call.args)
-        return starred or any(word.arg is None for word in self.call.keywords)
-
-    def depth(self) -> int:
-        return 0 if self.caller is None else 1 + self.caller.depth()
-
-    def callers(self) -> Iterator[Frame]:
-        """Yield this frame and its callers, innermost first."""
-        frame: Frame | None = self
-        while frame is not None:
-            yield frame
-            frame = frame.caller
-
+    @once_per_argument
     def qualified(self, node: ast.expr) -> str | None:
         """Return the full name of what ``node`` refers to, through imports and ``autocast = torch.autocast``."""
-        found = self.outline.imports.qualified(node)
-        if found is not None and not self._shadowed(node):
-            return found
-        if isinstance(node, ast.Name | ast.Attribute):
-            for value in self.values(node):
-                inner = value.node
-                if inner is not None and inner is not node and isinstance(inner, ast.Name | ast.Attribute):
-                    target = value.frame.outline.imports.qualified(inner)
-                    if target is not None and not value.frame._shadowed(inner):
-                        return target
-        return None
+        found = self._unshadowed(node)
+        if found is None and isinstance(node, ast.Name | ast.Attribute):
+            for value, frame in self.values(node):
+                if value is not node and isinstance(value, ast.Name | ast.Attribute):
+                    found = frame._unshadowed(value)
+                    if found is not None:
+                        break
+        return found
 
-    def _shadowed(self, node: ast.expr) -> bool:
-        """Whether a parameter or local name hides an import; module-level names are ignored."""
+    def _unshadowed(self, node: ast.expr) -> str | None:
+        """Return a full name by the imports alone; None if a parameter or local name hides the import."""
+        found = self.outline.imports.qualified(node)
+        if found is None or self.function.parent is None:  # module-level names hide nothing
+            return found
         while isinstance(node, ast.Attribute):
             node = node.value
-        if not isinstance(node, ast.Name):
-            return False
-        inner = (scope for scope in self.function.chain() if scope.parent is not None)
-        return any(scope.holds(node.id) for scope in inner)
+        home = self.function.home_of(node.id) if isinstance(node, ast.Name) else None
+        return found if home is None or home.parent is None else None
 
     # -- identity -----------------------------------------------------------------------------------------
 
+    @once_per_argument
     def key(self, node: ast.expr) -> str | None:
         """Return a key for the object that ``node`` refers to, the same under all of its names."""
-        if node not in self._keys:
-            self._keys[node] = None
-            self._keys[node] = self._key(node)
-        return self._keys[node]
-
-    def _key(self, node: ast.expr) -> str | None:
         if isinstance(node, ast.Name):
-            return self._key_of_name(node)
+            return self._key_of_name(node.id)
         if isinstance(node, ast.Attribute):
-            if node.attr in TRANSPARENT:
-                return self.key(node.value)
-            return self._key_of_attribute(node)
-        if isinstance(node, ast.Subscript):
-            base = self.key(node.value)
-            return base and f"{base}[{ast.unparse(node.slice)}]"
-        return None
+            return self.key(node.value) if node.attr in TRANSPARENT else self._key_of_attribute(node)
+        base = self.key(node.value) if isinstance(node, ast.Subscript) else None
+        return f"{base}[{ast.unparse(node.slice)}]" if base and isinstance(node, ast.Subscript) else base
 
-    def _key_of_name(self, node: ast.Name) -> str | None:
-        name = node.id
+    def _key_of_name(self, name: str) -> str | None:
         home = self._home(name)
         if home is None:
             return self.outline.imports.names.get(name) or f"?{self.outline.path}:{name}"
         frame, function = home
-        if name in frame.arguments and frame.caller is not None and name not in function.bindings:
+        bindings = function.bindings.get(name, ())
+        found = None
+        if name in frame.arguments and frame.caller is not None and not bindings:
             found = frame.caller.key(frame.arguments[name])
-            if found is not None:
-                return found
-        alias = _only_alias(function.bindings.get(name, ()))
-        if alias is not None and name not in function.params:
-            found = frame.key(alias)
-            if found is not None:
-                return found
-        return f"{function.outline.path}:{id(function):x}:{name}"
+        if found is None and name not in function.params and len(bindings) == 1:
+            alias = bindings[0].value
+            found = frame.key(alias) if isinstance(alias, ast.Name | ast.Attribute) else None
+        return found or f"{function.outline.path}:{id(function):x}:{name}"
 
     def _key_of_attribute(self, node: ast.Attribute) -> str | None:
         owner = self.class_of(node.value)
         if owner is None:
             base = self.key(node.value)
             return base and f"{base}.{node.attr}"
-        alias = _only_alias(self._attribute_bindings(owner, node.attr))
-        if alias is not None and isinstance(alias, ast.Attribute):
-            found = self.key(alias)
-            if found is not None:
-                return found
-        return f"{owner.outline.path}:{owner.name}.self.{node.attr}"
+        bindings = self.attribute_bindings(owner, node.attr)
+        alias = bindings[0].value if len(bindings) == 1 else None
+        found = self.key(alias) if isinstance(alias, ast.Attribute) else None
+        return found or f"{owner.outline.path}:{owner.name}.self.{node.attr}"
 
+    @once_per_argument
     def _home(self, name: str) -> tuple[Frame, FunctionOutline] | None:
         """Return the scope that defines ``name``, with its frame, which is a caller's if there is one."""
-        if name not in self._homes:
-            self._homes[name] = self._find_home(name)
-        return self._homes[name]
-
-    def _find_home(self, name: str) -> tuple[Frame, FunctionOutline] | None:
-        for function in self.function.chain():
-            if function.holds(name):
-                frame = next((frame for frame in self.callers() if frame.function is function), None)
-                return (frame or self.lookup.frame(function, self.instance_of)), function
-        return None
+        function = self.function.home_of(name)
+        if function is None:
+            return None
+        frame: Frame | None = self
+        while frame is not None and frame.function is not function:
+            frame = frame.caller
+        return (frame or self.lookup.frame(function, self.instance_of)), function
 
     # -- values -------------------------------------------------------------------------------------------
 
     def values(self, node: ast.expr) -> list[PossibleValue]:
         """Return the expressions that ``node`` may hold, with names replaced by what was assigned to them."""
-        if node not in self._values:
-            self._values[node] = [PossibleValue(None, self)]
-            found = self._find_values(node)
-            self._values[node] = found if len(found) <= MOST_VALUES else [PossibleValue(None, self)]
-        return self._values[node]
+        known = self._values.get(node)
+        if known is None:
+            unknown = self._values[node] = [PossibleValue(None, self)]
+            if isinstance(node, ast.Name):
+                known = self._values_of_name(node)
+            elif isinstance(node, ast.Attribute):
+                known = self._values_of_attribute(node)
+            elif isinstance(node, ast.IfExp):
+                known = [*self.values(node.body), *self.values(node.orelse)]
+            elif isinstance(node, ast.BoolOp):
+                known = [value for part in node.values for value in self.values(part)]
+            else:
+                known = [PossibleValue(node, self)]
+            known = self._values[node] = known if len(known) <= MOST_VALUES else unknown
+        return known
 
     def makers(self, node: ast.expr) -> set[str | None]:
         """Return the full names of the functions whose results ``node`` may hold; None for anything else."""
-        made = ((value.node, value.frame) for value in self.values(node))
-        return {frame.qualified(call.func) if isinstance(call, ast.Call) else None for call, frame in made}
-
-    def _find_values(self, node: ast.expr) -> list[PossibleValue]:
-        if isinstance(node, ast.IfExp):
-            return [*self.values(node.body), *self.values(node.orelse)]
-        if isinstance(node, ast.BoolOp):
-            return [value for part in node.values for value in self.values(part)]
-        if isinstance(node, ast.Name):
-            return self._values_of_name(node)
-        if isinstance(node, ast.Attribute):
-            return self._values_of_attribute(node)
-        return [PossibleValue(node, self)]
+        return {frame.qualified(call.func) if isinstance(call, ast.Call) else None for call, frame in self.values(node)}
 
     def _values_of_name(self, node: ast.Name) -> list[PossibleValue]:
         home = self._home(node.id)
@@ -221,20 +183,27 @@ class Frame:
         if node.id in function.params:
             found += frame._values_of_parameter(node.id)
         for binding in function.bindings.get(node.id, ()):
-            found += _values_of_binding(binding, frame)
+            found += [PossibleValue(None, frame)] if binding.value is None else frame.values(binding.value)
         return found
 
     def _values_of_parameter(self, name: str) -> list[PossibleValue]:
         if name in self.arguments and self.caller is not None:
             return self.caller.values(self.arguments[name])
-        default = self.function.defaults.get(name)
-        if self.caller is not None and default is not None and not self.open_ended:  # called without it
+        unknown, default = PossibleValue(None, self), self.function.defaults.get(name)
+        if default is None:
+            return [unknown]
+        call = self.call
+        is_open = call is not None and (
+            any(isinstance(argument, ast.Starred) for argument in call.args)
+            or any(word.arg is None for word in call.keywords)
+        )
+        if self.caller is not None and not is_open:  # called without it
             return self.values(default)
-        return [PossibleValue(None, self)] if default is None else [PossibleValue(None, self), *self.values(default)]
+        return [unknown, *self.values(default)]
 
     def _values_of_attribute(self, node: ast.Attribute) -> list[PossibleValue]:
         owner = self.class_of(node.value)
-        bindings = self._attribute_bindings(owner, node.attr) if owner else []
+        bindings = self.attribute_bindings(owner, node.attr) if owner else []
         if not bindings and isinstance(node.value, ast.Name):
             home = self._home(node.value.id)
             bindings = home[1].bindings.get(f"{node.value.id}.{node.attr}", []) if home else []
@@ -243,10 +212,11 @@ class Frame:
         found = []
         for binding in bindings:
             frame = self if binding.function is self.function else self.lookup.frame(binding.function, owner)
-            found += _values_of_binding(binding, frame)
+            found += [PossibleValue(None, frame)] if binding.value is None else frame.values(binding.value)
         return found
 
-    def _attribute_bindings(self, owner: ClassOutline, attribute: str) -> list[Binding]:
+    def attribute_bindings(self, owner: ClassOutline, attribute: str) -> list[Binding]:
+        """Return the assignments to an attribute of a class, in its methods and those of its bases."""
         return [binding for cls in self.ancestry(owner) for binding in cls.attributes.get(attribute, ())]
 
     # -- classes and functions ----------------------------------------------------------------------------
@@ -254,14 +224,16 @@ class Frame:
     def class_of(self, node: ast.expr) -> ClassOutline | None:
         """Return the class of an object, if a checked file defines it."""
         if isinstance(node, ast.Name):
-            for function in self.function.chain():
+            for function in self.function.scopes:
                 if function.owner is not None and function.self_name == node.id:
                     return self.instance_of if self.instance_of is not None else function.owner
-        for maker, frame in (
-            find_constructors(node, self) if isinstance(node, ast.Name | ast.Attribute | ast.Call) else ()
-        ):
-            if isinstance(maker, ast.Call):
-                made = frame.definition(maker.func)
+        return self._class_made(node)
+
+    def _class_made(self, node: ast.expr) -> ClassOutline | None:
+        """Return the class whose constructor made an object."""
+        if isinstance(node, ast.Name | ast.Attribute | ast.Call):
+            for maker, frame in find_constructors(node, self):
+                made = frame.definition(maker.func) if isinstance(maker, ast.Call) else None
                 if isinstance(made, ClassOutline):
                     return made
         return None
@@ -275,7 +247,7 @@ class Frame:
                 if cls not in found and len(found) < MOST_BASES:
                     found[cls] = None
                     home = self.lookup.frame(cls.outline.module)
-                    bases = (home.definition(base) for base in cls.node.bases[:MOST_BASES])
+                    bases = [home.definition(base) for base in cls.node.bases[:MOST_BASES]]
                     pending += [base for base in bases if isinstance(base, ClassOutline)]
             owner.ancestry = list(found)
         return owner.ancestry
@@ -292,132 +264,84 @@ class Frame:
 
     def _find_definition(self, node: ast.expr) -> FunctionOutline | ClassOutline | None:
         if isinstance(node, ast.Name):
-            for function in self.function.chain():
-                if node.id in function.functions:
-                    return function.functions[node.id]
-                if node.id in function.params or node.id in function.bindings:
+            for scope in self.function.scopes:
+                if node.id in scope.functions:
+                    return scope.functions[node.id]
+                if node.id in scope.params or node.id in scope.bindings:
                     return None
             if node.id in self.outline.classes:
                 return self.outline.classes[node.id]
         qualified = self.outline.imports.qualified(node)
         return self.lookup.find(qualified, self.outline) if qualified else None
 
-    def callee(self, call: ast.Call) -> tuple[FunctionOutline, ClassOutline | None] | None:
+    @once_per_argument
+    def callee(self, call: ast.Call) -> Callee | None:
         """Return the function that a call runs, and the class of its ``self``; None if no checked file defines it."""
-        if call not in self._callees:
-            self._callees[call] = None
-            self._callees[call] = self._find_callee(call)
-        return self._callees[call]
-
-    def _find_callee(self, call: ast.Call) -> tuple[FunctionOutline, ClassOutline | None] | None:
-        target = self.definition(call.func)
+        func = call.func
+        target = self.definition(func)
         if isinstance(target, FunctionOutline):
             return target, None
         if isinstance(target, ClassOutline):
             made = self.method(target, "__init__")
             return (made, target) if made else None
-        if isinstance(call.func, ast.Attribute):
-            return self._bound_method(call.func)
-        return self._called_instance(call.func)
-
-    def _bound_method(self, func: ast.Attribute) -> tuple[FunctionOutline, ClassOutline | None] | None:
-        if isinstance(func.value, ast.Call) and dotted_text(func.value.func) == "super" and self.instance_of:
-            own = self.function.owner
-            above = [cls for cls in self.ancestry(own)[1:] if func.attr in cls.methods] if own else []
-            return (above[0].methods[func.attr], self.instance_of) if above else None
-        owner = self.class_of(func.value)
-        found = self.method(owner, func.attr) if owner else None
-        if found is not None:
-            return found, owner
-        return self._called_instance(func)
-
-    def _called_instance(self, func: ast.expr) -> tuple[FunctionOutline, ClassOutline | None] | None:
-        """Return the method behind ``loss_scaler(loss, optimizer)`` if loss_scaler is a callable object."""
-        for node, frame in (
-            find_constructors(func, self) if isinstance(func, ast.Name | ast.Attribute | ast.Call) else ()
-        ):
-            if isinstance(node, ast.Call):
-                made = frame.definition(node.func)
-                if isinstance(made, ClassOutline):
-                    found = self.method(made, "__call__") or self.method(made, "forward")
-                    return (found, made) if found else None
-        return None
+        if isinstance(func, ast.Attribute):
+            if isinstance(func.value, ast.Call) and dotted_text(func.value.func) == "super" and self.instance_of:
+                above = self.ancestry(self.function.owner)[1:] if self.function.owner else []
+                found = next((cls.methods[func.attr] for cls in above if func.attr in cls.methods), None)
+                return (found, self.instance_of) if found else None
+            owner = self.class_of(func.value)
+            found = self.method(owner, func.attr) if owner else None
+            if found is not None:
+                return found, owner
+        # loss_scaler(loss, optimizer), if loss_scaler is a callable object
+        cls = self._class_made(func)
+        found = (self.method(cls, "__call__") or self.method(cls, "forward")) if cls else None
+        return (found, cls) if found else None
 
     def enter(self, function: FunctionOutline, call: ast.Call, instance_of: ClassOutline | None) -> Frame:
         """Return the frame of ``function`` as called here."""
-        return Frame(function, self.lookup, self, _bound_arguments(function, call), instance_of, call)
+        bound: dict[str, ast.expr] = {}
+        if not isinstance(function.node, ast.Module):
+            arguments = function.node.args
+            names = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args]]
+            for name, given in zip(names if function.self_name is None else names[1:], call.args, strict=False):
+                if isinstance(given, ast.Starred):
+                    break  # the following arguments go to unknown parameters
+                bound[name] = given
+            known = set(function.params)
+            bound.update({word.arg: word.value for word in call.keywords if word.arg in known and word.arg})
+        return Frame(function, self.lookup, self, bound, instance_of, call)
 
     # -- roles --------------------------------------------------------------------------------------------
 
+    @once_per_argument
     def role(self, node: ast.expr) -> str | None:
         """Return scaler, optimizer, scheduler or None: by the object's constructor, else by its name."""
-        if node not in self._roles:
-            self._roles[node] = None
-            self._roles[node] = self._role(node)
-        return self._roles[node]
-
-    def _role(self, node: ast.expr) -> str | None:
         while isinstance(node, ast.Subscript):
             node = node.value
         if not isinstance(node, ast.Name | ast.Attribute):
             return None
-        made = [value for value in self.values(node) if isinstance(value.node, ast.Call)]
-        name = dotted_text(node) or ""
-        for value in made:
-            assert isinstance(value.node, ast.Call)
-            role = value.frame.role_of_call(value.node)
+        for value, frame in self.values(node):
+            role = frame.role_of_call(value) if isinstance(value, ast.Call) else None
             if role is not None:
                 return role or None  # "" means certainly none of them
-        return role_of_name(name)
+        return role_of_name(dotted_text(node) or "")
 
     def role_of_call(self, call: ast.Call) -> str | None:
         """Return the role of what a call makes; "" if certainly none, None if unknown."""
-        last = (dotted_text(call.func) or "").rpartition(".")[2]
         # The dotted path counts only for imports, not for attributes such as `optimizer.zero_grad`.
-        name = self.qualified(call.func) or last
+        name = self.qualified(call.func) or last_name(call.func)
         last = name.rpartition(".")[2]
-        if NOT_A_GRAD_SCALER.search(name) or last in ("parse_args", "parse_known_args", "ArgumentParser"):
+        if NOT_A_GRAD_SCALER.search(name) or last in ARGUMENT_PARSERS:
             return ""
         own = self.definition(call.func)
         if isinstance(own, ClassOutline) and "scale" in own.methods:
-            return SCALER if self._derives_from_scaler(own) else ""
+            bases = [base for cls in self.ancestry(own) for base in cls.node.bases]
+            derives = any((own.outline.imports.qualified(base) or "") in GRAD_SCALERS for base in bases)
+            return SCALER if derives else ""
         role = role_of_constructor(name)
-        if role == SCALER and any(word.arg == "enabled" and _is_false(word.value) for word in call.keywords):
-            return ""  # a disabled scaler does nothing
+        if role == SCALER:
+            for word in call.keywords:
+                if word.arg == "enabled" and isinstance(word.value, ast.Constant) and word.value.value is False:
+                    return ""  # a disabled scaler does nothing
         return SCALER if role is None and last.endswith("Scaler") else role
-
-    def _derives_from_scaler(self, owner: ClassOutline) -> bool:
-        bases = (base for cls in self.ancestry(owner) for base in cls.node.bases)
-        return any((owner.outline.imports.qualified(base) or "") in GRAD_SCALERS for base in bases)
-
-
-def _is_false(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is False
-
-
-def _values_of_binding(binding: Binding, frame: Frame) -> list[PossibleValue]:
-    return [PossibleValue(None, frame)] if binding.value is None else frame.values(binding.value)
-
-
-def _only_alias(bindings: list[Binding] | tuple[()]) -> ast.expr | None:
-    """Return the name that another name is an alias of: bound once, to a plain name or attribute."""
-    if len(bindings) != 1 or not isinstance(bindings[0].value, ast.Name | ast.Attribute):
-        return None
-    return bindings[0].value
-
-
-def _bound_arguments(function: FunctionOutline, call: ast.Call) -> dict[str, ast.expr]:
-    node = function.node
-    if isinstance(node, ast.Module):
-        return {}
-    names = [argument.arg for argument in [*node.args.posonlyargs, *node.args.args]]
-    if function.self_name is not None:
-        names = names[1:]
-    bound: dict[str, ast.expr] = {}
-    for name, argument in zip(names, call.args, strict=False):
-        if isinstance(argument, ast.Starred):
-            break  # the following arguments go to unknown parameters
-        bound[name] = argument
-    known = set(function.params)
-    bound.update({word.arg: word.value for word in call.keywords if word.arg in known and word.arg})
-    return bound

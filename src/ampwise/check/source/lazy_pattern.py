@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import Any
-
-__all__ = ["LazyPattern"]
+from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class LazyPattern:

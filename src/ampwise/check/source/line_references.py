@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
+from typing import TYPE_CHECKING
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     from ampwise.check.source.frame import Frame
     from ampwise.finding import Place
-
-__all__ = ["spot"]
 
 
 def spot(node: ast.AST, frame: Frame, seen_from: Place) -> str:

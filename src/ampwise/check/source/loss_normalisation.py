@@ -11,10 +11,8 @@ from ampwise.check.source.accumulation import ACCUMULATES, AccumulationWindow
 from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import dotted_text
+from ampwise.check.source.names import arguments_given, dotted_text, method_called
 from ampwise.check.source.outline import Binding, FunctionOutline
-
-__all__ = ["LossNormalisation"]
 
 DEEPEST = 6  # names and calls followed back from a backward
 DIVIDES = frozenset(("div", "div_", "true_divide", "divide", "reciprocal"))
@@ -40,64 +38,50 @@ class LossNormalisation:
 
     def may_be(self, backward: SourceEvent) -> bool:
         """Whether the loss of one backward may be normalised; cached for backwards on many paths."""
-        if backward not in self._known:
-            self._known[backward] = self._find_division(backward)
-        return self._known[backward]
-
-    def _find_division(self, backward: SourceEvent) -> bool:
-        frame = backward.frame
-        if backward.value is None or _arguments_of(backward):
+        call, frame = backward.node, backward.frame
+        if backward.value is None or not isinstance(call, ast.Call):
+            return True
+        # With weights of its own, as in loss.backward(gradient), anything is possible.
+        if call.args or any(word.arg == "gradient" for word in call.keywords):
             return True
         if frame not in self._elsewhere:
-            self._elsewhere[frame] = _divides_elsewhere(frame, self.size)
-        return self._elsewhere[frame] or _Flow(self).divides(backward.value, frame, 0)
+            self._elsewhere[frame] = self._divides_elsewhere(frame)
+        if backward not in self._known:
+            self._known[backward] = self._elsewhere[frame] or _Flow(self).divides(backward.value, frame, 0)
+        return self._known[backward]
 
-
-def _arguments_of(backward: SourceEvent) -> bool:
-    """Whether a backward has its own weights, as in ``loss.backward(gradient)``."""
-    call = backward.node
-    if not isinstance(call, ast.Call) or dotted_text(call.func) == "torch.autograd.backward":
-        return True
-    return bool(call.args) or any(word.arg == "gradient" for word in call.keywords)
-
-
-def _divides_elsewhere(frame: Frame, size: str) -> bool:
-    """Whether gradients, the learning rate or a loss in a container (``losses["a"] /= n``) are divided."""
-    for target, divisor in _divisions(frame.outline.script.tree):
-        if GRADIENTS.search(target) or (LEARNING_RATE.search(target) and _says(size, divisor)):
-            return True
-    around = (caller.function.node for caller in frame.callers())
-    for function in (node for node in around if not isinstance(node, ast.Module)):
-        for target, divisor in _divisions(function):
-            # A plain name is another loss, or one that _Flow follows.
-            kept = "loss" in target.lower() and ".item()" not in target and not target.isidentifier()
-            if kept and _says(size, divisor):
+    def _divides_elsewhere(self, frame: Frame) -> bool:
+        """Whether gradients, the learning rate or a loss in a container (``losses["a"] /= n``) are divided."""
+        for target, divisor in _divisions(frame.outline.script.tree):
+            if GRADIENTS.search(target) or (LEARNING_RATE.search(target) and self.is_named_in(divisor)):
                 return True
-    return False
+        around = [caller.function.node for caller in frame.callers()]
+        for function in [node for node in around if not isinstance(node, ast.Module)]:
+            for target, divisor in _divisions(function):
+                # A plain name is another loss, or one that _Flow follows.
+                is_kept = "loss" in target.lower() and ".item()" not in target and not target.isidentifier()
+                if is_kept and self.is_named_in(divisor):
+                    return True
+        return False
+
+    def is_named_in(self, divisor: str) -> bool:
+        """Whether a divisor names the size of the window."""
+        return bool(self.size) and re.search(rf"(?<![\w.]){re.escape(self.size)}(?!\w)", divisor) is not None
 
 
 @functools.lru_cache(maxsize=64)  # used for every backward of a file
 def _divisions(scope: ast.AST) -> list[tuple[str, str]]:
     """Return dividend and divisor of each division in a function or a file."""
-    pairs = (_division(node) for node in ast.walk(scope))
-    return [(ast.unparse(target), ast.unparse(by)) for target, by in pairs if target is not None and by is not None]
-
-
-def _names(size: str, divisor: ast.expr) -> bool:
-    return bool(size) and _says(size, ast.unparse(divisor))
-
-
-def _says(size: str, divisor: str) -> bool:
-    return bool(size) and re.search(rf"(?<![\w.]){re.escape(size)}(?!\w)", divisor) is not None
-
-
-def _division(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None]:
-    if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
-        return (node.left, node.right) if isinstance(node, ast.BinOp) else (node.target, node.value)
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
-        return None, None
-    by_name = node.func.attr in DIVIDES or node.func.attr == "mul_"
-    return (node.func.value, node.args[0]) if by_name else (None, None)
+    found = []
+    for node in ast.walk(scope):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            found.append((ast.unparse(node.left), ast.unparse(node.right)))
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+            found.append((ast.unparse(node.target), ast.unparse(node.value)))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            divides = node.func.attr in DIVIDES or node.func.attr == "mul_"
+            found += [(ast.unparse(node.func.value), ast.unparse(node.args[0]))] if divides else []
+    return found
 
 
 class _Flow:
@@ -105,7 +89,6 @@ class _Flow:
 
     def __init__(self, known: LossNormalisation) -> None:
         self.known = known
-        self.size = known.size
         self.seen: set[int] = set()
         self.visited: set[tuple[str, int, bool]] = set()
 
@@ -126,25 +109,32 @@ class _Flow:
     def _divides_here(self, node: ast.AST, strict: bool) -> bool:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.FloorDiv):
             return self._is_share(node.right, strict)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            return not strict and any(_may_be_inverse(side) for side in (node.left, node.right))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            name = node.func.attr
-            return name in DIVIDES and (not node.args or any(self._is_share(part, strict) for part in node.args))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and not strict:
+            names = [dotted_text(side) for side in (node.left, node.right)]
+            return any(name is not None and INVERSE.search(name.rpartition(".")[2]) for name in names)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in DIVIDES:
+            return not node.args or any(self._is_share(part, strict) for part in node.args)
         return False
 
     def _is_share(self, divisor: ast.expr, strict: bool) -> bool:
-        text = ast.unparse(divisor)
-        if _names(self.size, divisor) or ACCUMULATES.search(text):
-            return True
-        return not strict and not isinstance(divisor, ast.Constant)
+        return self._says_size(divisor) or (not strict and not isinstance(divisor, ast.Constant))
+
+    def _says_size(self, node: ast.expr) -> bool:
+        text = ast.unparse(node)
+        return self.known.is_named_in(text) or ACCUMULATES.search(text) is not None
 
     def _call_divides(self, call: ast.Call, frame: Frame, depth: int, strict: bool) -> bool:
-        if _sums(call):
+        # A sum and not a mean, so that micro-batches add up correctly.
+        reduction = next((word.value for word in call.keywords if word.arg == "reduction"), None)
+        if isinstance(reduction, ast.Constant):
+            sums = reduction.value == "sum"
+        else:
+            sums = method_called(call) == "sum" and not call.args
+        if sums:
             return True
         target = frame.callee(call)
         if target is None:
-            return self._unseen(call, frame)
+            return self._may_divide_unseen(call, frame)
         function, owner = target
         inside = frame.enter(function, call, owner)
         if any(self.divides(value, inside, depth + 1, True) for value in _returned(function)):
@@ -154,17 +144,16 @@ class _Flow:
             functions[function] = any(self._divides_here(node, True) for node in ast.walk(function.node))
         return functions[function]
 
-    def _unseen(self, call: ast.Call, frame: Frame) -> bool:
+    def _may_divide_unseen(self, call: ast.Call, frame: Frame) -> bool:
         """Whether a function we cannot see may divide by the size: it gets n, or is an unknown method of ``self``."""
-        given = [*call.args, *(word.value for word in call.keywords)]
-        if any(_names(self.size, part) or ACCUMULATES.search(ast.unparse(part)) for part in given):
+        if any(self._says_size(part) for part in arguments_given(call)):
             return True
         if any(isinstance(argument, ast.Name) and argument.id == "self" for argument in call.args):
             return True
         func = call.func
         if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) and func.value.id == "self":
             owner = frame.class_of(func.value)
-            return owner is None or func.attr not in {name for cls in frame.ancestry(owner) for name in cls.attributes}
+            return owner is None or not any(func.attr in cls.attributes for cls in frame.ancestry(owner))
         return False
 
     def _name_divides(self, node: ast.Name, frame: Frame, depth: int, strict: bool) -> bool:
@@ -178,52 +167,35 @@ class _Flow:
         return names[key]
 
     def _bindings_divide(self, node: ast.Name, frame: Frame, depth: int, strict: bool) -> bool:
-        goes_on = depth < DEEPEST
-        if (node.id, id(frame), goes_on) in self.visited:
+        visit = (node.id, id(frame), depth < DEEPEST)
+        if visit in self.visited:
             return False
-        self.visited.add((node.id, id(frame), goes_on))
+        self.visited.add(visit)
         for binding, home in _bindings(node, frame):
             statement = binding.node
+            value = None
             if isinstance(statement, ast.AugAssign):
                 if isinstance(statement.op, ast.Div | ast.Mult):
                     return True
-                if self.divides(statement.value, home, depth + 1, strict):
-                    return True
+                value = statement.value
             elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
                 value = binding.value if binding.value is not None else statement.value
-                if self.divides(value, home, depth + 1, strict):
-                    return True
+            if value is not None and self.divides(value, home, depth + 1, strict):
+                return True
         return False
 
 
 def _bindings(node: ast.Name, frame: Frame) -> Iterator[tuple[Binding, Frame]]:
     """Yield the assignments of a name in its function, and of the name that the caller passes for it."""
-    for function in frame.function.chain():
-        if function.holds(node.id):
-            for binding in function.bindings.get(node.id, ()):
-                yield binding, frame
-            break
-    caller = frame.caller
-    if caller is not None and node.id in frame.arguments and isinstance(frame.arguments[node.id], ast.Name):
-        argument = frame.arguments[node.id]
-        assert isinstance(argument, ast.Name)
-        yield from _bindings(argument, caller)
+    function = frame.function.home_of(node.id)
+    for binding in function.bindings.get(node.id, ()) if function is not None else ():
+        yield binding, frame
+    argument = frame.arguments.get(node.id)
+    if frame.caller is not None and isinstance(argument, ast.Name):
+        yield from _bindings(argument, frame.caller)
 
 
 @functools.lru_cache(maxsize=256)
 def _returned(function: FunctionOutline) -> list[ast.expr]:
-    returns = (node for node in ast.walk(function.node) if isinstance(node, ast.Return))
+    returns = [node for node in ast.walk(function.node) if isinstance(node, ast.Return)]
     return [node.value for node in returns if node.value is not None]
-
-
-def _sums(call: ast.Call) -> bool:
-    """Whether a loss is a sum and not a mean, so that micro-batches add up correctly."""
-    if any(word.arg == "reduction" and isinstance(word.value, ast.Constant) for word in call.keywords):
-        reduction = next(word.value for word in call.keywords if word.arg == "reduction")
-        return isinstance(reduction, ast.Constant) and reduction.value == "sum"
-    return isinstance(call.func, ast.Attribute) and call.func.attr == "sum" and not call.args
-
-
-def _may_be_inverse(side: ast.expr) -> bool:
-    name = dotted_text(side)
-    return name is not None and bool(INVERSE.search(name.rpartition(".")[2]))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
-
-__all__ = ["Imports", "dotted_text", "method_called"]
+import operator
 
 # Star imports whose names are known; those of other modules are not.
-STARS = {
-    "torch.cuda.amp": ("autocast", "GradScaler", "custom_fwd", "custom_bwd"),
-    "torch.amp": ("autocast", "GradScaler", "custom_fwd", "custom_bwd"),
-}
+STARS = dict.fromkeys(("torch.cuda.amp", "torch.amp"), ("autocast", "GradScaler", "custom_fwd", "custom_bwd"))
 
 
 class Imports:
-    """Names that a file imports, anywhere in it, and their full names."""
+    """Names that a file imports, anywhere in it, and their full names. The first import of a name wins: later ones
+    are fallbacks in ``except ImportError``.
+    """
 
     def __init__(self, package: str = "") -> None:
         self.package = package
@@ -24,12 +21,25 @@ class Imports:
         self.has_stars = False
 
     def add(self, node: ast.Import | ast.ImportFrom) -> None:
-        for alias in node.names:
-            if isinstance(node, ast.Import):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
                 self.modules.add(alias.name)
-                self._bind(alias.asname or alias.name.partition(".")[0], alias.asname and alias.name)
+                top = alias.name.partition(".")[0]
+                self.names.setdefault(alias.asname or top, alias.name if alias.asname else top)
+            return
+        module = node.module or ""
+        if node.level:
+            above = self.package.split(".")
+            above = above[: -(node.level - 1)] if node.level > 1 else above
+            module = ".".join(part for part in [*above, module] if part)
+        self.modules.add(module)
+        for alias in node.names:
+            if alias.name == "*":
+                self.has_stars = True
+                for name in STARS.get(module, ()):
+                    self.names.setdefault(name, f"{module}.{name}")
             else:
-                self._add_from(_absolute(node, self.package), alias)
+                self.names.setdefault(alias.asname or alias.name, f"{module}.{alias.name}")
 
     def qualified(self, node: ast.expr) -> str | None:
         """Return ``torch.cuda.amp.GradScaler`` for ``amp.GradScaler``; None if it does not start with an imported name.
@@ -39,32 +49,18 @@ class Imports:
         >>> imports.qualified(ast.parse("amp.GradScaler", mode="eval").body)
         'torch.cuda.amp.GradScaler'
         """
-        text = dotted_text(node)
-        if text is None:
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
             return None
-        first, dot, rest = text.partition(".")
-        name = self.names.get(first)
-        if name is None and self.has_stars and first == "torch":
+        name = self.names.get(node.id)
+        if name is None:
+            if not self.has_stars or node.id != "torch":
+                return None
             name = "torch"  # probably from `from utils import *`
-        return None if name is None else f"{name}{dot}{rest}"
-
-    def mentions(self, packages: Iterable[str]) -> bool:
-        """Whether anything is imported from one of these packages."""
-        wanted = tuple(packages)
-        return any(module == name or module.startswith(f"{name}.") for module in self.modules for name in wanted)
-
-    def _add_from(self, module: str, alias: ast.alias) -> None:
-        self.modules.add(module)
-        if alias.name == "*":
-            self.has_stars = True
-            for name in STARS.get(module, ()):
-                self._bind(name, f"{module}.{name}")
-        else:
-            self._bind(alias.asname or alias.name, f"{module}.{alias.name}")
-
-    def _bind(self, name: str, target: str | None) -> None:
-        # The first import wins: later ones are fallbacks in `except ImportError`.
-        self.names.setdefault(name, target or name)
+        return ".".join([name, *reversed(parts)])
 
 
 def dotted_text(node: ast.expr) -> str | None:
@@ -78,13 +74,21 @@ def dotted_text(node: ast.expr) -> str | None:
     return ".".join([node.id, *reversed(parts)])
 
 
+def last_name(node: ast.expr) -> str:
+    """Return ``step`` for ``self.scaler.step``; an empty string if it is not a chain of attributes on a name."""
+    root = node
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    if not isinstance(root, ast.Name):
+        return ""
+    return node.attr if isinstance(node, ast.Attribute) else root.id
+
+
 def method_called(node: ast.AST | None) -> str:
     """Return ``step`` for the call ``scaler.step(optimizer)``; an empty string if it is not a call of a method."""
     return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
 
 
-def _absolute(node: ast.ImportFrom, package: str) -> str:
-    if not node.level:
-        return node.module or ""
-    above = package.split(".")[: -(node.level - 1)] if node.level > 1 else package.split(".")
-    return ".".join(part for part in [*above, node.module or ""] if part)
+def arguments_given(call: ast.Call) -> list[ast.expr]:
+    """Return all arguments of a call, by position and by keyword."""
+    return [*call.args, *map(operator.attrgetter("value"), call.keywords)]

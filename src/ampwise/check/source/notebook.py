@@ -7,21 +7,21 @@ cells that were edited is rewritten; every other byte of the JSON stays.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from ampwise.check.source.script import (
     LARGEST_BYTES,
     NotebookCell,
     SourceScript,
     UnreadableFile,
+    normalised,
     parse,
     with_newlines_of,
 )
-
-__all__ = ["script_from_notebook"]
 
 KEEPS_PYTHON = {"time", "timeit", "capture", "prun", "memit"}  # cell magics that run the rest as Python
 MOST_VALUES = 10_000_000  # in the JSON of a notebook: plots have many
@@ -31,106 +31,82 @@ CELL_MAGIC = re.compile(r"\s*%%\s*(\w*)")
 LINE_MAGIC = re.compile(r"[ \t]*(?:[%!?]|[\w.*\[\]]+\?{1,2}[ \t]*$)")
 ASSIGNED = re.compile(r"([ \t]*[^=#\"']+=[ \t]*)[!%]")
 TIMED = re.compile(r"([ \t]*)(%time[ \t]+)(?=[^\s-])")
-INDENT = re.compile(r"[ \t]*")
 WHITESPACE = re.compile(r"[ \t\r\n]*")
-
-
-@dataclass(frozen=True, slots=True)
-class CellSource:
-    """Source of one code cell; ``raw`` has the original line endings."""
-
-    number: int
-    raw: str
-
-    @property
-    def text(self) -> str:
-        return self.raw.replace("\r\n", "\n").replace("\r", "\n")
+# \uXXXX for a character that is not ASCII; Jupyter itself does not escape these.
+ESCAPED = re.compile(r"\\u(?:00[89a-f]|0[1-9a-f]|[1-9a-f])", re.IGNORECASE)
+DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
 class NotebookFile:
-    """JSON of a notebook, and the sources in it that make up the script's text."""
+    """JSON of a notebook, and the numbers and sources of the cells that make up the script's text."""
 
     json_text: str
+    sources: dict[int, str]  # with the original line endings
     marker: str
-    sources: tuple[CellSource, ...]
 
     def file_text(self, text: str) -> str:
         """Return the JSON with changed sources rewritten in its own style."""
-        new_codes = zip(self.sources, self._split(text), strict=True)
-        changed = {source: code for source, code in new_codes if code != source.text}
-        spans = _source_spans(self.json_text) if changed else {}
+        changed = {
+            number: code for number, code in self._split(text).items() if code != normalised(self.sources[number])
+        }
+        top = _members(self.json_text, _skip(self.json_text, 0)) if changed else {}
+        starts = [start for start, _ in _elements(self.json_text, top["cells"][0])] if changed else []
+        escapes = self.json_text.isascii() and ESCAPED.search(self.json_text) is not None
         pieces, position = [], 0
-        for source, code in changed.items():
-            start, end = spans[source.number]
-            literal = self.json_text[start:end]
-            written = _written(literal, with_newlines_of(source.raw, code), _escapes(self.json_text))
-            pieces += [self.json_text[position:start], written]
+        for number, code in changed.items():
+            start, end = _members(self.json_text, starts[number - 1])["source"]
+            new = with_newlines_of(self.sources[number], code)
+            pieces += [self.json_text[position:start], _written(self.json_text[start:end], new, escapes)]
             position = end
         return "".join([*pieces, self.json_text[position:]])
 
-    def join(self, codes: Sequence[str]) -> str:
+    def join(self, codes: dict[int, str]) -> str:
         """Join the code of all cells into one text, each below its heading."""
-        named = zip(self.sources, codes, strict=True)
-        return "".join(f"{self.heading(source)}{code}\n" for source, code in named)
+        return "".join([f"{self._heading(number)}{code}\n" for number, code in codes.items()])
 
-    def heading(self, source: CellSource) -> str:
-        return f"# %% {self.marker} {source.number}\n"
+    def _heading(self, number: int) -> str:
+        return f"# %% {self.marker} {number}\n"
 
-    def _split(self, text: str) -> list[str]:
+    def _split(self, text: str) -> dict[int, str]:
         """Split a text into the code of its cells: the inverse of ``join``."""
-        codes = []
-        for source in self.sources:
-            before, heading, text = text.partition(self.heading(source))
+        codes: list[str] = []
+        for number in self.sources:
+            before, heading, text = text.partition(self._heading(number))
             if not heading:
-                raise ValueError(f"the edited text lacks the heading {self.heading(source)!r}")
+                raise ValueError(f"the edited text lacks the heading {self._heading(number)!r}")
             codes.append(before)
-        return [code.removesuffix("\n") for code in [*codes[1:], text]][: len(self.sources)]
+        parts = [code.removesuffix("\n") for code in [*codes[1:], text]]
+        return dict(zip(self.sources, parts, strict=False))
 
 
 def script_from_notebook(json_text: str, path: str, *, bom: bool = False) -> SourceScript:
-    """Return the Python code of a notebook; Unreadable if it is not a valid notebook of format 4."""
-    sources, notes = [], []
-    codes = []
-    found = list(_code_sources(json_text, path))
-    if sum(len(source.raw) for source in found) > LARGEST_BYTES:
-        raise UnreadableFile(
-            path, f"its code is larger than {LARGEST_BYTES // 1_000_000} MB, which is too large to check"
-        )
-    for source in found:
-        code, trouble = _python(source.text, path)
+    """Return the Python code of a notebook; UnreadableFile if it is not a valid notebook of format 4."""
+    found = _code_sources(json_text, path)
+    if sum(map(len, found.values())) > LARGEST_BYTES:
+        limit = LARGEST_BYTES // 1_000_000
+        raise UnreadableFile(path, f"its code is larger than {limit} MB, which is too large to check")
+    texts: dict[int, str] = {}
+    codes: dict[int, str] = {}
+    notes, cells = [], []
+    line = 1
+    for number, raw in found.items():
+        text = normalised(raw)
+        code, trouble = _python(text, path)
         if code is not None:
-            sources.append(source)
-            codes.append(code)
+            texts[number], codes[number] = text, code
+            lines = text.count("\n") + 1
+            cells.append(NotebookCell(number, line + 1, lines))  # below its heading
+            line += lines + 1
         elif trouble:
-            notes.append(f"cell {source.number} was not checked: {trouble}")
-    file = NotebookFile(json_text, _marker(sources), tuple(sources))
+            notes.append(f"cell {number} was not checked: {trouble}")
+    # A word for the headings that no cell contains.
+    taken = {dashes for text in texts.values() for dashes in re.findall(r"# %% cell(-*) ", text)}
+    marker = "cell" + "-" * (max(map(len, taken), default=-1) + 1)
+    file = NotebookFile(json_text, {number: found[number] for number in texts}, marker)
     parsed = file.join(codes)
-    return SourceScript(
-        path,
-        file.join([source.text for source in sources]),
-        parse(parsed, path),
-        file,
-        parsed=parsed,
-        cells=_cells(sources),
-        notes=notes,
-        bom=bom,
-    )
-
-
-def _cells(sources: Sequence[CellSource]) -> list[NotebookCell]:
-    cells, line = [], 1
-    for source in sources:
-        lines = source.text.count("\n") + 1
-        cells.append(NotebookCell(source.number, line + 1, lines))  # below its heading
-        line += lines + 1
-    return cells
-
-
-def _marker(sources: Sequence[CellSource]) -> str:
-    """Return a word for the headings that no cell contains."""
-    taken = {dashes for source in sources for dashes in re.findall(r"# %% cell(-*) ", source.text)}
-    return "cell" + "-" * (max(map(len, taken), default=-1) + 1)
+    tree = parse(parsed, path)
+    return SourceScript(path, file.join(texts), tree, file.file_text, parsed=parsed, cells=cells, notes=notes, bom=bom)
 
 
 # Python code of a cell.
@@ -148,25 +124,19 @@ def _python(text: str, path: str) -> tuple[str | None, str | None]:
         return code, None
     lines = code.split("\n")
     magics = [number for number, line in enumerate(lines) if LINE_MAGIC.match(line) or ASSIGNED.match(line)]
-    masked = _masked(lines, magics)
-    if magics and _trouble(masked, path) is None:
-        return masked, None
-    return _mask_one_at_a_time(lines, set(magics), path, trouble)
-
-
-def _mask_one_at_a_time(
-    lines: list[str], magics: set[int], path: str, trouble: UnreadableFile
-) -> tuple[str | None, str | None]:
-    """Mask only the lines that Python cannot parse: others that look like magics may be code within brackets."""
+    code = _masked(lines, magics)
+    if magics and _trouble(code, path) is None:
+        return code, None
+    # Mask only the lines that Python cannot parse: others that look like magics may be code within brackets.
     masked: list[int] = []
-    while trouble.line is not None and trouble.line - 1 in magics - set(masked) and len(masked) < MOST_TRIES:
-        masked.append(trouble.line - 1)
+    while trouble is not None and len(masked) < MOST_TRIES:
+        number = (trouble.line or 0) - 1
+        if number not in magics or number in masked:
+            break
+        masked.append(number)
         code = _masked(lines, masked)
-        found = _trouble(code, path)
-        if found is None:
-            return code, None
-        trouble = found
-    return None, trouble.reason
+        trouble = _trouble(code, path)
+    return (code, None) if trouble is None else (None, trouble.reason)
 
 
 def _trouble(text: str, path: str) -> UnreadableFile | None:
@@ -181,53 +151,54 @@ def _masked(lines: list[str], magics: Sequence[int]) -> str:
     """Return the lines with magics, and their continuation lines, replaced."""
     masked = list(lines)
     for number in magics:
-        masked[number] = _mask(lines[number])
+        line = lines[number]
+        timed, assigned = TIMED.match(line), ASSIGNED.match(line)
+        if timed:  # `%time model.fit()` runs the code after it: keep that in its column
+            masked[number] = f"{timed[1]}{'0;':{len(timed[2])}}{line[timed.end() :]}"
+        elif assigned and not LINE_MAGIC.match(line):
+            masked[number] = f"{assigned[1]}None"
+        else:
+            masked[number] = line[: len(line) - len(line.lstrip(" \t"))] + "pass"
         while lines[number].endswith("\\") and number + 1 < len(lines):
             number += 1
             masked[number] = ""
     return "\n".join(masked)
 
 
-def _mask(line: str) -> str:
-    timed = TIMED.match(line)
-    if timed:  # `%time model.fit()` runs the code after it: keep that in its column
-        return f"{timed[1]}{'0;':{len(timed[2])}}{line[timed.end() :]}"
-    assigned = ASSIGNED.match(line)
-    if assigned and not LINE_MAGIC.match(line):
-        return f"{assigned[1]}None"
-    indent = INDENT.match(line)
-    return f"{indent[0] if indent else ''}pass"
-
-
 # The JSON.
 
 
-def _code_sources(text: str, path: str) -> Iterator[CellSource]:
+def _code_sources(text: str, path: str) -> dict[int, str]:
+    """Return the source of each code cell by its number; none if the kernel does not run Python."""
     notebook = _loaded(text, path)
     version = notebook.get("nbformat") if isinstance(notebook, dict) else None
+    if version is None:
+        raise UnreadableFile(path, "not a notebook: its JSON has no nbformat")
+    if isinstance(version, int) and version < 4:
+        advice = "convert it to format 4: `jupyter nbconvert --to notebook --inplace FILE`"
+        raise UnreadableFile(path, f"a notebook of format {version}; {advice}")
     if version != 4:
-        _refuse_version(path, version)
+        raise UnreadableFile(path, f"a notebook of format {version!r}; only format 4 can be read")
     cells = notebook.get("cells", [])
     if not isinstance(cells, list):
         raise UnreadableFile(path, "a broken notebook: its cells are not a list")
-    if not _is_python(notebook.get("metadata")):
-        return
-    for number, cell in enumerate(cells, 1):
+    found: dict[int, str] = {}
+    for number, cell in enumerate(cells if _is_python(notebook.get("metadata")) else (), 1):
         if not isinstance(cell, dict):
             raise UnreadableFile(path, f"a broken notebook: cell {number} is not an object")
         if cell.get("cell_type") == "code":
-            yield CellSource(number, _source(cell, number, path))
+            source = cell.get("source")
+            lines = [source] if isinstance(source, str) else source
+            if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+                raise UnreadableFile(path, f"a broken notebook: cell {number} has no source")
+            found[number] = "".join(lines)
+    return found
 
 
 def _loaded(text: str, path: str) -> Any:
-    import json
-
-    if (
-        text.count(",") + text.count("[") + text.count("{") > MOST_VALUES
-    ):  # parsed, they take many times their size in memory
-        raise UnreadableFile(
-            path, f"a broken notebook: its JSON has more than {MOST_VALUES // 1_000_000} million values"
-        )
+    if text.count(",") + text.count("[") + text.count("{") > MOST_VALUES:  # parsed, they take many times their size
+        limit = MOST_VALUES // 1_000_000
+        raise UnreadableFile(path, f"a broken notebook: its JSON has more than {limit} million values")
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -238,74 +209,38 @@ def _loaded(text: str, path: str) -> Any:
         raise UnreadableFile(path, f"a broken notebook: {error}") from error
 
 
-def _refuse_version(path: str, version: object) -> NoReturn:
-    if isinstance(version, int) and version < 4:
-        raise UnreadableFile(
-            path,
-            f"a notebook of format {version}; convert it to format 4: `jupyter nbconvert --to notebook --inplace FILE`",
-        )
-    if version is None:
-        raise UnreadableFile(path, "not a notebook: its JSON has no nbformat")
-    raise UnreadableFile(path, f"a notebook of format {version!r}; only format 4 can be read")
-
-
 def _is_python(metadata: Any) -> bool:
     """Whether the kernel runs Python, which is assumed if the metadata does not say."""
-    if not isinstance(metadata, dict):
-        return True
     for key, name in (("language_info", "name"), ("kernelspec", "language")):
-        entry = metadata.get(key)
+        entry = metadata.get(key) if isinstance(metadata, dict) else None
         language = entry.get(name) if isinstance(entry, dict) else None
         if isinstance(language, str):
             return language.lower() in ("python", "ipython")
     return True
 
 
-def _source(cell: dict[str, Any], number: int, path: str) -> str:
-    source = cell.get("source")
-    if isinstance(source, str):
-        return source
-    if isinstance(source, list) and all(isinstance(line, str) for line in source):
-        return "".join(source)
-    raise UnreadableFile(path, f"a broken notebook: cell {number} has no source")
-
-
 # Positions in the JSON, which the standard library's parser does not report.
-
-
-def _source_spans(text: str) -> dict[int, tuple[int, int]]:
-    """Return the start and end of each cell's source, by the cell's number."""
-    top = _members(text, _skip(text, 0))
-    cells = enumerate(_elements(text, top["cells"][0]), 1)
-    members = ((number, _members(text, start)) for number, start in cells)
-    return {number: found["source"] for number, found in members if "source" in found}
 
 
 def _members(text: str, position: int) -> dict[str, tuple[int, int]]:
     """Return the keys of the object at ``position``, each with the start and end of its value."""
-    from json.decoder import JSONDecoder
-
-    decode = JSONDecoder().raw_decode
     members = {}
     position = _skip(text, position + 1)
     while not text.startswith("}", position):
-        key, position = decode(text, position)
+        key, position = DECODER.raw_decode(text, position)
         start = _skip(text, _skip(text, position) + 1)  # after the colon
-        _, end = decode(text, start)
+        _, end = DECODER.raw_decode(text, start)
         members[str(key)] = (start, end)
         position = _next(text, end)
     return members
 
 
-def _elements(text: str, position: int) -> Iterator[int]:
-    """Yield the positions at which the elements of the array at ``position`` start."""
-    from json.decoder import JSONDecoder
-
-    decode = JSONDecoder().raw_decode
+def _elements(text: str, position: int) -> Iterator[tuple[int, int]]:
+    """Yield the start and end of each element of the array at ``position``."""
     position = _skip(text, position + 1)
     while not text.startswith("]", position):
-        yield position
-        _, end = decode(text, position)
+        _, end = DECODER.raw_decode(text, position)
+        yield position, end
         position = _next(text, end)
 
 
@@ -320,35 +255,14 @@ def _skip(text: str, position: int) -> int:
     return blanks.end() if blanks else position
 
 
-# Writing a source in the style of the one it replaces.
-
-
 def _written(literal: str, new: str, escapes: bool) -> str:
     """Return ``new`` as JSON in the style of ``literal``: a string or an array of lines, with its whitespace."""
-    import json
-
     if not literal.startswith("["):
         return json.dumps(new, ensure_ascii=escapes)
-    spans = _string_spans(literal)
-    as_written = {json.loads(literal[start:end]): literal[start:end] for start, end in spans}
-    lines = [as_written.get(line) or json.dumps(line, ensure_ascii=escapes) for line in _lines(new)]
+    spans = list(_elements(literal, 0)) or [(1, 1)]
+    as_written = {json.loads(literal[start:end]): literal[start:end] for start, end in spans if end > start}
+    lines = re.findall(r"[^\n]*\n|[^\n]+", new)  # with their ends, as Jupyter splits them
     opening = literal[: spans[0][0]]
     between = literal[spans[0][1] : spans[1][0]] if len(spans) > 1 else f",{opening[1:] or ' '}"
-    return opening + between.join(lines) + literal[spans[-1][1] :]
-
-
-def _string_spans(literal: str) -> list[tuple[int, int]]:
-    from json.decoder import JSONDecoder
-
-    decode = JSONDecoder().raw_decode
-    return [(start, decode(literal, start)[1]) for start in _elements(literal, 0)] or [(1, 1)]
-
-
-def _lines(text: str) -> list[str]:
-    """Split a text into lines with their ends, as Jupyter does."""
-    return re.findall(r"[^\n]*\n|[^\n]+", text)
-
-
-def _escapes(json_text: str) -> bool:
-    r"""Whether the file has ``\uXXXX`` for non-ASCII characters; Jupyter itself does not escape them."""
-    return json_text.isascii() and re.search(r"\\u(?:00[89a-f]|0[1-9a-f]|[1-9a-f])", json_text, re.I) is not None
+    rendered = [as_written.get(line) or json.dumps(line, ensure_ascii=escapes) for line in lines]
+    return opening + between.join(rendered) + literal[spans[-1][1] :]

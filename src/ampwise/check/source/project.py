@@ -8,35 +8,41 @@ import bisect
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
-from ampwise.check.source.events import SourceEvent
+from ampwise.check.source.events import EventContext, SourceEvent
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.outline import ClassOutline, FileOutline, FunctionOutline, outline
+from ampwise.check.source.names import dotted_text
+from ampwise.check.source.outline import ClassOutline, FileOutline, FunctionOutline
 from ampwise.check.source.relevance import (
+    COMPUTES,
+    IN_HALF,
+    STEPS,
+    STEPS_OR_SAVES,
+    TAKES_PART,
+    TRAINS,
+    WORTH_READING,
+    Words,
+    has_any,
     is_worth_importing,
-    is_worth_reading,
-    may_lose_precision,
-    may_step,
-    may_step_or_save,
-    may_take_part,
-    may_train,
-    may_train_in_half,
     names_called,
+    says,
 )
-from ampwise.check.source.script import SourceScript, UnreadableFile, read_bytes, read_script, script_from_text
+from ampwise.check.source.script import (
+    SourceScript,
+    UnreadableFile,
+    normalised,
+    read_bytes,
+    read_script,
+    script_from_text,
+)
 from ampwise.check.source.steps import MOST_ON_PATHS, Region, regions_of
 from ampwise.check.source.torch_names import FRAMEWORKS
 from ampwise.check.source.walk import FOLLOWED_PER_LINE, MOST_FOLLOWED, CodeSite, CodeTrace, WorkBudget, trace_function
 
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
-if TYPE_CHECKING:
-    from typing import TypeVar
-
-    NodeType = TypeVar("NodeType", bound=ast.AST)
-
-__all__ = ["Project", "SourceFile"]
+NodeType = TypeVar("NodeType", bound=ast.AST)
 
 IMPORTED = LazyPattern(
     r"^[ \t]*from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|^[ \t]*import[ \t]+([\w., ]+)", re.M
@@ -60,12 +66,22 @@ class Project:
         self._codes: dict[str, SourceFile | UnreadableFile] = {}
         self._worth: dict[str, bool] = {}
         self._frames: dict[tuple[FunctionOutline, ClassOutline | None], Frame] = {}
-        self._known: dict[tuple[Callable[[FunctionOutline], bool], FunctionOutline], bool] = {}
+        self._known: dict[tuple[Words, FunctionOutline], bool] = {}
         self._called: dict[FunctionOutline, list[FunctionOutline]] = {}
         self._nearest: dict[tuple[str, str], str] = {}
         self._recent: dict[str, str | None] = {}
+        self._imports: dict[str, list[tuple[str, set[str]]]] = {}  # of files that train
         self._imported_files = self._imported_characters = 0
         self.notes: dict[str, None] = {}  # messages about what was not analysed, and why
+
+    def with_text(self, path: str, text: str) -> Project:
+        """Return the project with another text of one file; what this does not affect is shared."""
+        other = Project(self.paths, {**self.texts, path: text})
+        if len(self.paths) > 1:
+            _ = self._importers_by_stem  # reads all files
+            other._imports = {name: found for name, found in self._imports.items() if name != path}
+            other._by_module = self._by_module
+        return other
 
     def frame(self, function: FunctionOutline, instance_of: ClassOutline | None = None) -> Frame:
         """Return the frame of a function without a caller."""
@@ -74,48 +90,48 @@ class Project:
             self._frames[key] = Frame(function, self, instance_of=instance_of)
         return self._frames[key]
 
-    def is_worth_following(self, function: FunctionOutline, caller: FileOutline) -> bool:
-        """Whether a function, or one that it calls, may do part of the step.
+    # Functions that are worth following.
+
+    def is_worth_following(self, function: FunctionOutline, call: ast.Call, context: EventContext) -> bool:
+        """Whether a function, or one that it calls, may do part of the step, a forward, or arithmetic under autocast.
 
         In the caller's own file any part of training counts; in another file only what touches gradients, or saves.
         """
-        return self._some_does(may_take_part if function.outline is caller else may_step_or_save, function)
+        caller = context.frame.outline
+        if self._says(function, TAKES_PART if function.outline is caller else STEPS_OR_SAVES):
+            return True
+        if context.in_autocast and self._says(function, COMPUTES):
+            return True
+        return bool(context.loops) and any(dotted_text(argument) in caller.models for argument in call.args)
 
-    def may_lose_precision(self, function: FunctionOutline) -> bool:
-        """Whether a function, or one that it calls, computes values that may overflow or underflow."""
-        return self._some_does(may_lose_precision, function)
-
-    def _some_does(self, does: Callable[[FunctionOutline], bool], function: FunctionOutline) -> bool:
-        """Whether ``does`` holds for a function or for one that it calls, directly or not."""
-        key = (does, function)
-        if key not in self._known:
-            self._look_for(does, function)
-        return self._known[key]
-
-    def _look_for(self, does: Callable[[FunctionOutline], bool], function: FunctionOutline) -> None:
-        """Evaluate ``does`` for a function and all that it calls, directly or not, each once."""
+    def _says(self, function: FunctionOutline, words: Words) -> bool:
+        """Whether a function, or one that it calls, directly or not, contains one of the words."""
+        known = self._known
+        if (words, function) in known:
+            return known[words, function]
         callers: dict[FunctionOutline, list[FunctionOutline]] = {function: []}
-        doing = []
+        saying = []
         pending = [function]
-        while pending:
+        while pending:  # each function once
             one = pending.pop()
-            if does(one):
-                doing.append(one)
+            if says(one, words):
+                saying.append(one)
                 continue
             for callee in self._callees(one):
-                if self._known.get((does, callee)):
-                    doing.append(one)
-                elif (does, callee) not in self._known:
+                if known.get((words, callee)):
+                    saying.append(one)
+                elif (words, callee) not in known:
                     if callee not in callers:
                         callers[callee] = []
                         pending.append(callee)
                     callers[callee].append(one)
-        self._known.update({(does, one): False for one in callers})
-        while doing:
-            one = doing.pop()
-            if not self._known[does, one]:
-                self._known[does, one] = True
-                doing += callers[one]
+        known.update({(words, one): False for one in callers})
+        while saying:
+            one = saying.pop()
+            if not known[words, one]:
+                known[words, one] = True
+                saying += callers[one]
+        return known[words, function]
 
     def _callees(self, function: FunctionOutline) -> list[FunctionOutline]:
         """Return the functions of the same file that a function calls."""
@@ -132,10 +148,20 @@ class Project:
             self._called[function] = list(found)
         return self._called[function]
 
+    # Reading files.
+
     def code(self, path: str) -> SourceFile:
-        """Return the analysis of the file at ``path``; raises Unreadable."""
+        """Return the analysis of the file at ``path``; raises UnreadableFile."""
         if path not in self._codes:
-            self._codes[path] = self._read(path)
+            try:
+                script = script_from_text(self.texts[path], path) if path in self.texts else read_script(path)
+                folders = os.path.dirname(path).replace(os.sep, "/").split("/")
+                package = ".".join([part for part in folders if part not in ("", ".")])
+                self._codes[path] = SourceFile(self, script, FileOutline(script, package))
+            except UnreadableFile as error:
+                self._codes[path] = error
+            except RecursionError:
+                self._codes[path] = UnreadableFile(path, "nested too deeply to follow")
         found = self._codes[path]
         if isinstance(found, UnreadableFile):
             raise found
@@ -145,7 +171,7 @@ class Project:
         """Return the function or class of this full name, if a checked file defines it."""
         module, _, name = qualified.rpartition(".")
         path = self._path_of(module, importer.path) if module else None
-        if path is None or not self._is_worth_reading(path) or not self._may_import(path):
+        if path is None or (path not in self._codes and not self._may_import(path)):
             return None
         try:
             found = self.code(path).outline
@@ -156,14 +182,38 @@ class Project:
             return self.find(found.imports.names[name], found, depth + 1)
         return defined
 
-    def _is_worth_reading(self, path: str) -> bool:
-        """Whether to parse an imported file: only if it has to do with training."""
-        if path in self._codes:
-            return True
+    def _may_import(self, path: str) -> bool:
+        """Whether to parse a file because another imports it: if it has to do with training, up to a limit."""
+        text = self._text(path) if self._worth.get(path, True) else None
         if path not in self._worth:
-            text = self._text(path)
-            self._worth[path] = text is not None and (path.endswith("__init__.py") or is_worth_reading(text))
-        return self._worth[path]
+            self._worth[path] = text is not None and (path.endswith("__init__.py") or has_any(text, WORTH_READING))
+        if not self._worth[path]:
+            return False
+        characters = self._imported_characters + len(text or "")
+        if self._imported_files >= MOST_IMPORTED or characters > MOST_IMPORTED_CHARACTERS:
+            read = "1 imported file was" if self._imported_files == 1 else f"{self._imported_files} imported files were"
+            self.notes[f"{path}: import not followed: {read} already read, which is the limit"] = None
+            return False
+        self._imported_files += 1
+        self._imported_characters = characters
+        return True
+
+    def _text(self, path: str) -> str | None:
+        if path in self.texts:
+            return self.texts[path]
+        if not path.endswith(".py"):
+            return None
+        if path not in self._recent:
+            if len(self._recent) >= RECENT_TEXTS:
+                self._recent.pop(next(iter(self._recent)))
+            try:
+                self._recent[path] = normalised(read_bytes(path).decode("utf-8", "replace"))
+            except UnreadableFile as error:
+                self._recent[path] = None
+                self.notes[f"{path}: not read for the files that import it: {error.reason}"] = None
+        return self._recent[path]
+
+    # Imports between files.
 
     def imported_by(self, path: str) -> list[str]:
         """Return the other checked files from which ``path`` imports something that has to do with training."""
@@ -176,60 +226,23 @@ class Project:
 
     def importers(self, path: str) -> dict[str, set[str]]:
         """Return the other checked files that import from ``path``, and the imported names ("*": the module itself)."""
-        stem = _module_parts(path)[-1] if _module_parts(path) else ""
-        return {other: names for other, names in self._importers_by_stem.get(stem, {}).items() if other != path}
+        if len(self.paths) < 2:
+            return {}
+        parts = _module_parts(path)
+        found = self._importers_by_stem.get(parts[-1] if parts else "", {})
+        return {other: names for other, names in found.items() if other != path}
 
     @functools.cached_property
     def _importers_by_stem(self) -> dict[str, dict[str, set[str]]]:
         found: dict[str, dict[str, set[str]]] = {}
-        if len(self.paths) < 2:
-            return found
         for path in self.paths:
-            text = self._text(path)
-            if text is None or not (".backward(" in text or "caler" in text):
-                continue  # it calls no training step of another file
-            for module, names in _imports_in(text):
+            if path not in self._imports:
+                text = self._text(path) or ""  # without these words it calls no training step of another file
+                self._imports[path] = list(_imports_in(text)) if ".backward(" in text or "caler" in text else []
+            for module, names in self._imports[path]:
                 stem = module.rpartition(".")[2]
                 found.setdefault(stem, {}).setdefault(path, set()).update(names)
         return found
-
-    def _text(self, path: str) -> str | None:
-        if path in self.texts:
-            return self.texts[path]
-        if not path.endswith(".py"):
-            return None
-        if path not in self._recent:
-            if len(self._recent) >= RECENT_TEXTS:
-                self._recent.pop(next(iter(self._recent)))
-            try:
-                text = read_bytes(path).decode("utf-8", "replace")
-                self._recent[path] = text.replace("\r\n", "\n").replace("\r", "\n")
-            except UnreadableFile as error:
-                self._recent[path] = None
-                self.notes[f"{path}: not read for the files that import it: {error.reason}"] = None
-        return self._recent[path]
-
-    def _read(self, path: str) -> SourceFile | UnreadableFile:
-        try:
-            script = script_from_text(self.texts[path], path) if path in self.texts else read_script(path)
-            return SourceFile(self, script, outline(script, ".".join(_folder_parts(path))))
-        except UnreadableFile as error:
-            return error
-        except RecursionError:
-            return UnreadableFile(path, "nested too deeply to follow")
-
-    def _may_import(self, path: str) -> bool:
-        """Whether one more file may be read because another imports it."""
-        if path in self._codes:
-            return True
-        text = self._text(path) or ""
-        if self._imported_files >= MOST_IMPORTED or self._imported_characters + len(text) > MOST_IMPORTED_CHARACTERS:
-            read = "1 imported file was" if self._imported_files == 1 else f"{self._imported_files} imported files were"
-            self.notes[f"{path}: import not followed: {read} already read, which is the limit"] = None
-            return False
-        self._imported_files += 1
-        self._imported_characters += len(text)
-        return True
 
     def _path_of(self, module: str, importer: str) -> str | None:
         fitting = self._by_module.get(module, [])
@@ -262,21 +275,14 @@ class SourceFile:
     """Analysis of one file: what the source rules check."""
 
     def __init__(self, project: Project, script: SourceScript, outline: FileOutline) -> None:
-        self.project = project
-        self.script = script
-        self.outline = outline
+        self.project, self.script, self.outline, self.path = project, script, outline, script.path
         self.given_up: list[Region] = []  # training steps with too many paths, once for each rule that needed them
-        self._budget = WorkBudget(MOST_ON_PATHS)
 
-    @property
-    def path(self) -> str:
-        return self.script.path
+    # The syntax tree, for rules that need no context.
 
-    def nodes(self, *types: type[NodeType]) -> list[NodeType]:
-        """Return every node of these types in the file, for rules that need no context."""
-        if len(types) == 1:
-            return self._nodes_by_type.get(types[0], [])  # type: ignore[return-value]
-        return [node for one in types for node in self.nodes(one)]
+    def nodes(self, kind: type[NodeType]) -> list[NodeType]:
+        """Return every node of this type in the file."""
+        return self._nodes_by_type.get(kind, [])  # type: ignore[return-value]
 
     @functools.cached_property
     def _nodes_by_type(self) -> dict[type[ast.AST], list[ast.AST]]:
@@ -289,7 +295,9 @@ class SourceFile:
             for name in node._fields:
                 child = getattr(node, name, None)
                 if isinstance(child, list):
-                    pending += [part for part in child if isinstance(part, ast.AST)]
+                    for part in child:
+                        if isinstance(part, ast.AST):
+                            pending.append(part)  # noqa: PERF401 (half the time)
                 elif isinstance(child, ast.AST) and not isinstance(child, ast.expr_context):
                     pending.append(child)
         return found
@@ -303,7 +311,7 @@ class SourceFile:
     def assignments(self) -> list[tuple[ast.expr, ast.expr | None]]:
         """Each target of each assignment in the file with its value; None for a bare annotation."""
         plain = [(target, node.value) for node in self.nodes(ast.Assign) for target in node.targets]
-        return [*plain, *((node.target, node.value) for node in self.nodes(ast.AnnAssign))]
+        return [*plain, *[(node.target, node.value) for node in self.nodes(ast.AnnAssign)]]
 
     def function_at(self, node: ast.stmt | ast.expr) -> FunctionOutline:
         """Return the innermost function that contains a node."""
@@ -317,22 +325,28 @@ class SourceFile:
     def _functions_by_line(self) -> list[FunctionOutline]:
         return sorted(self.outline.functions[1:], key=_first_line)
 
+    def frame(self, function: FunctionOutline) -> Frame:
+        """Return the frame of a function without a caller."""
+        return self.project.frame(function)
+
+    # Traces: the code as it runs.
+
     @functools.cached_property
     def own_traces(self) -> list[CodeTrace]:
         """Traces that start at each function that nothing in this file calls, the module itself first."""
-        if not may_train(self.script.text) or (self.uses_framework and not OWN_AMP.search(self.script.text)):
+        text = self.script.text
+        if not has_any(text, TRAINS) or (self.uses_framework and not OWN_AMP.search(text)):
             return []
         budget = WorkBudget(MOST_FOLLOWED + FOLLOWED_PER_LINE * len(self.script.lines))
         found = [trace_function(self.frame(self.outline.module), budget)]
-        functions = [function for function in self.outline.functions[1:] if not _in_framework_class(function)]
-        matters = may_take_part if may_train_in_half(self.script.text) else may_step
-        around = [function for function in functions if matters(function)]
+        functions = [function for function in self.outline.functions[1:] if not function.is_run_by_framework]
+        words = TAKES_PART if ".backward(" in text and has_any(text, IN_HALF) else STEPS
+        around = [function for function in functions if says(function, words)]
         found += [
             trace_function(self.project.frame(method, owner), budget) for method, owner in self._inherited(around)
         ]
-        pending = around + _callers_of(around, functions)
         # Functions without a call first: the traces of these are likely to reach the others.
-        pending.sort(key=lambda function: self._is_called(function))
+        pending = sorted(around + _callers_of(around, functions), key=self._is_called)
         followed = {function for one in found for function in one.followed}
         for function in dict.fromkeys(pending):
             if function not in followed:
@@ -353,14 +367,26 @@ class SourceFile:
                     if frame.method(owner, name) is method and not names_called(method).isdisjoint(own):
                         yield method, owner
 
+    def _is_called(self, function: FunctionOutline) -> bool:
+        """Whether a function's name is followed by a bracket at least twice: the definition counts once."""
+        backwards = function.name[::-1]
+        index = bisect.bisect_left(self._called_backwards, backwards)
+        return any(name.startswith(backwards) for name in self._called_backwards[index + 1 : index + 2])
+
+    @functools.cached_property
+    def _called_backwards(self) -> list[str]:
+        """Names followed by a bracket, reversed and sorted, so that names with the same ending are adjacent."""
+        return sorted(name[::-1] for name in CALLED.findall(self.script.text))
+
     @functools.cached_property
     def traces(self) -> list[CodeTrace]:
         """Traces through this file: its own, and those of the files that import it."""
         taken: set[FunctionOutline] = set()
         foreign: list[CodeTrace] = []
-        parts = self._helpers
-        for path, names in self.project.importers(self.path).items() if parts else ():
-            if not names & {"*", *parts}:
+        importers = self.project.importers(self.path)
+        helpers = self._helpers if importers else set()
+        for path, names in importers.items():
+            if not helpers or not names & {"*", *helpers}:
                 continue
             try:
                 other = self.project.code(path)
@@ -371,10 +397,22 @@ class SourceFile:
             taken |= {function for one in passing for function in one.followed}
         return [one for one in self.own_traces if one.frame.function not in taken] + foreign
 
+    @property
+    def _helpers(self) -> set[str]:
+        """Names of functions and classes that a training script may import to step or to compute its loss."""
+        functions = self.outline.module.functions.values()
+        found = {function.name for function in functions if says(function, STEPS_OR_SAVES)}
+        for method in self.outline.functions:
+            computes = method.name in ("forward", "__call__") and says(method, COMPUTES)
+            if method.owner is not None and (computes or says(method, STEPS)):
+                found.add(method.owner.name)
+        return found
+
     @functools.cached_property
     def regions(self) -> list[Region]:
         """Training steps of this file."""
-        found = [region for one in self.traces for region in regions_of(one, self._budget)]
+        budget = WorkBudget(MOST_ON_PATHS)
+        found = [region for one in self.traces for region in regions_of(one, budget)]
         for region in found:
             region.given_up = self.given_up
         return found
@@ -383,17 +421,6 @@ class SourceFile:
     def visible_regions(self) -> list[Region]:
         """Training steps without a part in a framework, or in a function that we cannot follow."""
         return [region for region in self.regions if not region.hidden]
-
-    @property
-    def limits_met(self) -> list[str]:
-        """Messages about the limits that were reached so far."""
-        traces = self.__dict__.get("own_traces", [])  # only if a rule has used them
-        cut = [one for one in traces if one.ended_at is not None]
-        lines = [_limit(one) for one in cut[:MOST_LIMITS_NAMED]]
-        more = len(cut) - len(lines)
-        if more > 0:
-            lines.append(f"{self.path}: too much code to follow from {more} more function{'s' if more > 1 else ''}")
-        return lines
 
     @functools.cached_property
     def events(self) -> list[SourceEvent]:
@@ -413,29 +440,24 @@ class SourceFile:
     @functools.cached_property
     def uses_framework(self) -> bool:
         """Whether the file imports a library that does the mixed-precision step itself."""
-        return self.outline.imports.mentions(FRAMEWORKS)
+        return not {module.partition(".")[0] for module in self.outline.imports.modules}.isdisjoint(FRAMEWORKS)
 
     @property
-    def _helpers(self) -> set[str]:
-        """Names of functions and classes that a training script may import to step or to compute its loss."""
-        functions = {function.name for function in self.outline.module.functions.values() if may_step_or_save(function)}
-        owners = {function.owner.name for function in self.outline.functions if function.owner and _is_part(function)}
-        return functions | owners
-
-    def frame(self, function: FunctionOutline) -> Frame:
-        """Return the frame of a function without a caller."""
-        return self.project.frame(function)
-
-    def _is_called(self, function: FunctionOutline) -> bool:
-        """Whether a function's name is followed by a bracket at least twice: the definition counts once."""
-        backwards = function.name[::-1]
-        index = bisect.bisect_left(self._called_backwards, backwards)
-        return any(name.startswith(backwards) for name in self._called_backwards[index + 1 : index + 2])
-
-    @functools.cached_property
-    def _called_backwards(self) -> list[str]:
-        """Names followed by a bracket, reversed and sorted, so that names with the same ending are adjacent."""
-        return sorted(name[::-1] for name in CALLED.findall(self.script.text))
+    def limits_met(self) -> list[str]:
+        """Messages about the limits that were reached so far."""
+        traces = self.__dict__.get("own_traces", [])  # only if a rule has used them
+        cut = [one for one in traces if one.ended_at is not None]
+        lines = []
+        for one in cut[:MOST_LIMITS_NAMED]:
+            end = one.ended_at.context.frame.outline.script.place(one.ended_at.node)
+            function = one.frame.function
+            start = f"{function.place}: too much code to follow from "
+            start += f"`{function.name}`" if function.name else "the top of the file"
+            lines.append(f"{start}; code after {end} was not checked together with it")
+        more = len(cut) - len(lines)
+        if more > 0:
+            lines.append(f"{self.path}: too much code to follow from {more} more function{'s' if more > 1 else ''}")
+        return lines
 
 
 def _callers_of(called: list[FunctionOutline], functions: list[FunctionOutline]) -> list[FunctionOutline]:
@@ -456,28 +478,8 @@ def _callers_of(called: list[FunctionOutline], functions: list[FunctionOutline])
     return found
 
 
-def _limit(cut: CodeTrace) -> str:
-    assert cut.ended_at is not None
-    end = cut.ended_at.context.frame.outline.script.place(cut.ended_at.node)
-    start = cut.frame.function.place
-    name = f"`{cut.frame.function.name}`" if cut.frame.function.name else "the top of the file"
-    return f"{start}: too much code to follow from {name}; code after {end} was not checked together with it"
-
-
 def _first_line(function: FunctionOutline) -> int:
     return 0 if isinstance(function.node, ast.Module) else function.node.lineno
-
-
-def _is_part(method: FunctionOutline) -> bool:
-    return may_step(method) or (method.name in ("forward", "__call__") and may_lose_precision(method))
-
-
-def _in_framework_class(function: FunctionOutline) -> bool:
-    """Whether a framework such as Lightning calls the method and does the step itself."""
-    if function.owner is None:
-        return False
-    bases = " ".join(ast.unparse(base) for base in function.owner.node.bases)
-    return "Lightning" in bases
 
 
 def _imports_in(text: str) -> Iterator[tuple[str, set[str]]]:
@@ -498,7 +500,3 @@ def _module_parts(path: str) -> list[str]:
     """Return the dotted name of a file as parts, from the root of the path."""
     parts = [part for part in path.removesuffix(".py").replace(os.sep, "/").split("/") if part not in ("", ".")]
     return parts[:-1] if parts and parts[-1] == "__init__" else parts
-
-
-def _folder_parts(path: str) -> list[str]:
-    return [part for part in os.path.dirname(path).replace(os.sep, "/").split("/") if part not in ("", ".")]

@@ -7,7 +7,7 @@ import functools
 
 from ampwise.check.source.events import BranchGuard
 
-__all__ = ["guard_source"]
+_written = functools.lru_cache(maxsize=1024)(ast.unparse)  # one test guards many statements
 
 
 def guard_source(guard: BranchGuard) -> str:
@@ -16,8 +16,3 @@ def guard_source(guard: BranchGuard) -> str:
     The guard's ``text`` is for comparison only: it contains keys, and with them the path of the file.
     """
     return _written(guard.test) if guard.test is not None else ""
-
-
-@functools.lru_cache(maxsize=1024)  # one test guards many statements
-def _written(test: ast.expr) -> str:
-    return ast.unparse(test)

@@ -11,72 +11,51 @@ import functools
 from collections.abc import Iterator
 
 from ampwise.check.source.frame import Frame, PossibleValue
-from ampwise.check.source.outline import Binding, FunctionOutline
-
-__all__ = ["reaching_values"]
+from ampwise.check.source.outline import FunctionOutline
 
 MOST_BINDINGS = 200  # a name that is assigned more often is treated as unknown
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
+MAY_NOT_RUN = (ast.With, ast.AsyncWith, ast.For, ast.AsyncFor)  # statements that bind a name before their body
 BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 Home = tuple[int, str]  # a compound statement, and which of its blocks
 
 
 def reaching_values(node: ast.Name, frame: Frame) -> list[PossibleValue]:
-    """Return the values that ``node`` may hold at its place; Value(None) for an unknown one."""
-    function = frame.function
-    if node.id in function.outside or not function.holds(node.id):
-        values = frame.values(node)
-        return [value if value.node is not node else PossibleValue(None, frame) for value in values]
-    bindings = [binding for binding in function.bindings.get(node.id, ()) if isinstance(binding.node, ast.stmt)]
+    """Return the values that ``node`` may hold at its place; its node is None for an unknown one."""
+    function, unknown = frame.function, PossibleValue(None, frame)
+    if not function.holds(node.id):
+        return [value if value.node is not node else unknown for value in frame.values(node)]
+    found = [(binding.value, binding.node) for binding in function.bindings.get(node.id, ())]
+    bindings = [(value, statement) for value, statement in found if isinstance(statement, ast.stmt)]
     if len(bindings) > MOST_BINDINGS:
-        return [PossibleValue(None, frame)]
-    chains = _chains(function)
-    around = _around(node, function)
-    hiding = [binding for binding in bindings if _always_before(binding, node, around, chains)]
-    last = max(hiding, key=lambda binding: _line(binding), default=None)
-    found = [binding for binding in bindings if _may_reach(binding, last, node, around)]
-    values = [PossibleValue(binding.value, frame) for binding in found]
-    if last is None and node.id in function.params:
-        values += _given(node.id, frame)
-    return values or [PossibleValue(None, frame)]
-
-
-def _given(name: str, frame: Frame) -> list[PossibleValue]:
-    if name in frame.arguments and frame.caller is not None:
-        return [PossibleValue(frame.arguments[name], frame.caller)]
-    return [PossibleValue(None, frame)]
-
-
-def _line(binding: Binding) -> int:
-    assert isinstance(binding.node, ast.stmt)
-    return binding.node.lineno
-
-
-def _always_before(binding: Binding, node: ast.Name, around: dict[Home, ast.AST], chains: dict[int, Home]) -> bool:
-    """Whether every path to ``node`` goes through this assignment."""
-    assert isinstance(binding.node, ast.stmt)
-    if isinstance(binding.node, ast.With | ast.AsyncWith | ast.For | ast.AsyncFor):
-        return False
-    return (binding.node.end_lineno or 0) < node.lineno and chains.get(id(binding.node)) in around
-
-
-def _may_reach(binding: Binding, last: Binding | None, node: ast.Name, around: dict[Home, ast.AST]) -> bool:
-    if last is not None and _line(binding) < _line(last):
-        return False
-    assert isinstance(binding.node, ast.stmt)
-    if (binding.node.end_lineno or 0) < node.lineno or isinstance(binding.node, LOOPS):
-        return True
-    # Further down, but in a loop whose next iteration reaches the name without passing the last assignment.
+        return [unknown]
+    homes = _homes(function)
+    around = _blocks_around(node, function)
+    last: ast.stmt | None = None  # the last of the assignments that every path to the name goes through
+    for _, statement in bindings:
+        is_before = (statement.end_lineno or 0) < node.lineno and not isinstance(statement, MAY_NOT_RUN)
+        if is_before and homes.get(id(statement)) in around and (last is None or statement.lineno > last.lineno):
+            last = statement
     loops = [loop for loop in around.values() if isinstance(loop, LOOPS)]
-    return any(_within(binding.node, loop) and not (last and _within(last.node, loop)) for loop in loops)
+    values = []
+    for value, statement in bindings:
+        if last is not None and statement.lineno < last.lineno:
+            continue
+        is_before = (statement.end_lineno or 0) < node.lineno or isinstance(statement, LOOPS)
+        # Or further down, but in a loop whose next iteration reaches the name without passing the last assignment.
+        if is_before or any(_within(statement, loop) and not (last and _within(last, loop)) for loop in loops):
+            values.append(PossibleValue(value, frame))
+    if last is None and node.id in function.params:
+        is_given = node.id in frame.arguments and frame.caller is not None
+        values.append(PossibleValue(frame.arguments[node.id], frame.caller) if is_given else unknown)  # type: ignore[arg-type]
+    return values or [unknown]
 
 
-def _within(node: ast.AST, outer: ast.AST) -> bool:
-    line, first, end = (getattr(node, "lineno", 0), getattr(outer, "lineno", 0), getattr(outer, "end_lineno", 0))
-    return bool(first <= line <= end)
+def _within(node: ast.stmt, outer: ast.stmt) -> bool:
+    return outer.lineno <= node.lineno <= (outer.end_lineno or 0)
 
 
-def _around(node: ast.Name, function: FunctionOutline) -> dict[Home, ast.AST]:
+def _blocks_around(node: ast.Name, function: FunctionOutline) -> dict[Home, ast.AST]:
     """Return the blocks that contain ``node``, from the function's own inwards, each with its compound statement."""
     found: dict[Home, ast.AST] = {}
     outer: ast.AST | None = function.node
@@ -101,7 +80,7 @@ def _children(outer: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _chains(function: FunctionOutline) -> dict[int, Home]:
+def _homes(function: FunctionOutline) -> dict[int, Home]:
     """Return the block of each statement of a function; the body of a ``with`` belongs to the outer block."""
     homes: dict[int, Home] = {}
     pending: list[tuple[ast.AST, Home | None]] = [(function.node, None)]

@@ -10,11 +10,8 @@ from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.frame import Frame, PossibleValue
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import dotted_text
-from ampwise.check.source.outline import Binding
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.scalers import scalers_in
-
-__all__ = ["is_certainly_scaled", "may_be_scaled"]
 
 MOST = 60  # expressions followed back from a backward
 SCALES = LazyPattern(r"scal(e|ed|er|ing)", re.IGNORECASE)
@@ -28,18 +25,24 @@ def may_be_scaled(backward: SourceEvent) -> bool:
     """Whether the loss of a plain backward may have been scaled, or comes from code we cannot see."""
     if backward.value is None or not isinstance(backward.node, ast.Call):
         return True
-    pending = [PossibleValue(part, backward.frame) for part in [backward.value, *_weights(backward.node)]]
+    # The arguments of loss.backward(gradient) multiply the loss.
+    weights = [word.value for word in backward.node.keywords if word.arg == "gradient"]
+    pending = [PossibleValue(part, backward.frame) for part in [backward.value, *backward.node.args, *weights]]
     seen: set[ast.expr] = set()
     while pending:
-        value = pending.pop()
-        if value.node is None or len(seen) > MOST:
+        node, frame = pending.pop()
+        if node is None or len(seen) > MOST:
             return True
-        if value.node in seen:
+        if node in seen:
             continue
-        seen.add(value.node)
-        if SCALES.search(ast.unparse(value.node)) or _passes_a_scaling_function(value.node, value.frame):
+        seen.add(node)
+        if SCALES.search(ast.unparse(node)):
             return True
-        pending += _sources(value.node, value.frame)
+        for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
+            target = frame.callee(call)
+            if target is not None and SCALES_A_LOSS.search(target[0].text):
+                return True
+        pending += _sources(node, frame)
     return False
 
 
@@ -51,22 +54,14 @@ def is_certainly_scaled(step: SourceEvent) -> bool:
     return bool(made) and all(argument_of(call, "enabled") is None for call in made)
 
 
-def _weights(call: ast.Call) -> list[ast.expr]:
-    """Return the arguments that multiply the loss: ``gradient`` in ``loss.backward(gradient)``."""
-    return [*call.args, *(word.value for word in call.keywords if word.arg == "gradient")]
-
-
-def _passes_a_scaling_function(node: ast.expr, frame: Frame) -> bool:
-    for part in ast.walk(node):
-        target = frame.callee(part) if isinstance(part, ast.Call) else None
-        if target is not None and SCALES_A_LOSS.search(target[0].text):
-            return True
-    return False
-
-
 def _sources(node: ast.expr, frame: Frame) -> Iterator[PossibleValue]:
     """Yield the values that the names in an expression were computed from, except names that are called."""
-    called = {_without_index(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)}
+    called = set()
+    for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
+        func = call.func
+        while isinstance(func, ast.Subscript):  # in losses["mse"](x), losses is called, so it is not a loss
+            func = func.value
+        called.add(func)
     for part in ast.walk(node):
         if part in called:
             continue
@@ -77,15 +72,8 @@ def _sources(node: ast.expr, frame: Frame) -> Iterator[PossibleValue]:
             yield from (value for value in known if value.node is not part)
 
 
-def _without_index(node: ast.expr) -> ast.expr:
-    """Return ``losses`` for ``losses["mse"](x)``: it is called, so it is not a loss."""
-    while isinstance(node, ast.Subscript):
-        node = node.value
-    return node
-
-
 def _sources_of_name(name: ast.Name, frame: Frame) -> Iterator[PossibleValue]:
-    function = next((function for function in frame.function.chain() if function.holds(name.id)), None)
+    function = frame.function.home_of(name.id)
     if function is None or frame.role(name) is not None:
         return
     home = next((caller for caller in frame.callers() if caller.function is function), frame)
@@ -94,22 +82,14 @@ def _sources_of_name(name: ast.Name, frame: Frame) -> Iterator[PossibleValue]:
     elif name.id in function.params and LOSS.search(name.id):
         yield PossibleValue(None, home)  # the caller may have scaled it
     for binding in function.bindings.get(name.id, ()):
-        yield from (PossibleValue(node, home) for node in _assigned(binding))
-    yield from (PossibleValue(node, home) for node in _gathered(name.id, function.node))
-
-
-def _assigned(binding: Binding) -> Iterator[ast.expr]:
-    if binding.value is not None:
-        yield binding.value
-    elif isinstance(binding.node, ast.Assign | ast.AugAssign):
-        yield binding.node.value
-    elif isinstance(binding.node, ast.For | ast.AsyncFor):
-        yield binding.node.iter
-
-
-def _gathered(name: str, scope: ast.AST) -> Iterator[ast.expr]:
-    """Yield what is added to a list or a sum: ``losses.append(scaler.scale(loss))``."""
-    for node in (node for node in ast.walk(scope) if isinstance(node, ast.Call)):
+        if binding.value is not None:
+            yield PossibleValue(binding.value, home)
+        elif isinstance(binding.node, ast.Assign | ast.AugAssign):
+            yield PossibleValue(binding.node.value, home)
+        elif isinstance(binding.node, ast.For | ast.AsyncFor):
+            yield PossibleValue(binding.node.iter, home)
+    # What is added to a list or a sum: losses.append(scaler.scale(loss))
+    for node in (node for node in ast.walk(function.node) if isinstance(node, ast.Call)):
         func = node.func
-        if isinstance(func, ast.Attribute) and func.attr in GATHERS and dotted_text(func.value) == name:
-            yield from node.args
+        if isinstance(func, ast.Attribute) and func.attr in GATHERS and dotted_text(func.value) == name.id:
+            yield from (PossibleValue(argument, home) for argument in node.args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from dataclasses import dataclass, field
 
 from ampwise.check.source.call_events import ANYTHING
 from ampwise.check.source.events import EventContext
@@ -13,22 +14,14 @@ from ampwise.check.source.project import SourceFile
 from ampwise.check.source.torch_names import GRAD_SCALERS
 from ampwise.check.source.walk import CodeTrace
 
-__all__ = ["ScalerCall", "scalers_in", "scalers_made", "uses_scaler"]
 
-
+@dataclass(slots=True, eq=False)
 class ScalerCall:
     """One ``GradScaler(...)`` call in the source, with every context that runs it."""
 
-    __slots__ = ("contexts", "enabled", "node")
-
-    def __init__(self, node: ast.Call, enabled: ast.expr | None) -> None:
-        self.node = node
-        self.enabled = enabled
-        self.contexts: list[tuple[EventContext, CodeTrace]] = []
-
-    @property
-    def is_off(self) -> bool:
-        return literal_bool(self.enabled) is False
+    node: ast.Call
+    enabled: ast.expr | None
+    contexts: list[tuple[EventContext, CodeTrace]] = field(default_factory=list)
 
 
 @functools.lru_cache(maxsize=2)  # several rules use it for each file
@@ -43,17 +36,14 @@ def scalers_made(code: SourceFile) -> list[ScalerCall]:
             if frame.qualified(node.func) in GRAD_SCALERS:
                 made = found.setdefault(node, ScalerCall(node, argument_of(node, "enabled")))
                 made.contexts.append((site.context, trace))
-    on = (made for made in found.values() if not made.is_off)
+    on = [made for made in found.values() if literal_bool(made.enabled) is not False]
     return sorted(on, key=lambda made: (made.node.lineno, made.node.col_offset))
 
 
 def scalers_in(node: ast.expr, frame: Frame) -> list[ast.Call]:
     """Return the constructor calls whose scaler ``node`` may hold."""
-    return [
-        value.node
-        for value in frame.values(node)
-        if isinstance(value.node, ast.Call) and value.frame.qualified(value.node.func) in GRAD_SCALERS
-    ]
+    calls = [(value, home) for value, home in frame.values(node) if isinstance(value, ast.Call)]
+    return [call for call, home in calls if home.qualified(call.func) in GRAD_SCALERS]
 
 
 def uses_scaler(code: SourceFile) -> bool:

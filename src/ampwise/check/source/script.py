@@ -15,36 +15,11 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from ampwise.errors import AmpwiseError
 from ampwise.finding import Edit, Place
-from ampwise.finding.frozen import Frozen
-
-TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
-if TYPE_CHECKING:
-    from typing import Any, Protocol
-
-    class ScriptContainer(Protocol):
-        """File that contains a script's text: a plain file, or the cells of a notebook."""
-
-        def file_text(self, text: str) -> str:
-            """Return the whole file, with ``text`` as its code."""
-
-
-__all__ = [
-    "NotebookCell",
-    "SourceScript",
-    "UnreadableFile",
-    "decode_source",
-    "os_error_reason",
-    "parse",
-    "read_bytes",
-    "read_script",
-    "script_from_bytes",
-    "script_from_text",
-    "with_newlines_of",
-]
 
 LARGEST_BYTES = 5_000_000  # a larger script is data; its tree takes two hundred times as much memory
 LARGEST_NOTEBOOK_BYTES = 100_000_000  # a notebook contains its plots
@@ -56,7 +31,6 @@ UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 # As text, for `re` to compile at first use: few files have such a comment.
 COOKIE = rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)"
 BLANK = rb"^[ \t\f]*(?:#|$)"
-BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
 class UnreadableFile(AmpwiseError):
@@ -70,23 +44,12 @@ class UnreadableFile(AmpwiseError):
         return f"{self.path}: {self.reason}"
 
 
-class NotebookCell(Frozen):
-    """Cell of a notebook: its number, counting all cells, and its lines in ``Script.text``."""
+class NotebookCell(NamedTuple):
+    """Cell of a notebook: its number, counting all cells, and its lines in ``SourceScript.text``."""
 
-    __slots__ = ("number", "first_line", "lines")  # noqa: RUF023 (the order they are shown in)
-
-    def __init__(self, number: int, first_line: int, lines: int) -> None:
-        self.number, self.first_line, self.lines = number, first_line, lines
-
-
-class PlainFile:
-    """File that contains only code. ``raw`` has the original line endings."""
-
-    def __init__(self, raw: str) -> None:
-        self.raw = raw
-
-    def file_text(self, text: str) -> str:
-        return with_newlines_of(self.raw, text)
+    number: int
+    first_line: int
+    lines: int
 
 
 class SourceScript:
@@ -94,7 +57,8 @@ class SourceScript:
 
     ``text`` is the code with ``\n`` as the only line ending, without a byte order mark; for a notebook, all Python
     cells one below the other. ``parsed`` is what was parsed: the same lines, with a notebook's magics replaced.
-    ``notes`` says what was left out.
+    ``notes`` says what was left out. ``file_text`` returns the whole file, without its byte order mark, with a given
+    text as its code.
 
     >>> script = script_from_text("loss.backward()\n", "train.py")
     >>> print(script.place(script.tree.body[0]))
@@ -106,7 +70,7 @@ class SourceScript:
         path: str,
         text: str,
         tree: ast.Module,
-        container: ScriptContainer,
+        file_text: Callable[[str], str],
         *,
         parsed: str | None = None,
         cells: Sequence[NotebookCell] = (),
@@ -118,7 +82,7 @@ class SourceScript:
         self.parsed = text if parsed is None else parsed
         self.cells = tuple(cells)
         self.encoding, self.bom = encoding, bom
-        self._container = container
+        self.file_text = file_text
         self._is_ascii = text.isascii()
         self._ends: dict[int, list[int]] = {}
 
@@ -129,22 +93,32 @@ class SourceScript:
         """Lines of ``text``, without their ends."""
         return self.text.split("\n")
 
+    @functools.cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """Parent of each node of the tree."""
+        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+
     def place(self, node: ast.AST) -> Place:
         """Return the place of ``node``, with lines and columns counted from 1."""
-        start, end = self.span(node)
-        cell, line = self._in_cell(start[0])
-        end_cell, end_line = self._in_cell(end[0])
-        if end_cell != cell:  # the whole tree, which spans several cells
-            end_line, end = line, start
-        return Place(file=self.path, cell=cell, line=line, column=start[1], end_line=end_line, end_column=end[1])
+        (line, column), (end_line, end_column) = self.span(node)
+        cell = None
+        if self.cells:
+            end_cell, end_line = self._in_cell(end_line)
+            cell, line = self._in_cell(line)
+            if end_cell != cell:  # the whole tree, which spans several cells
+                end_line, end_column = line, column
+        return Place(file=self.path, cell=cell, line=line, column=column, end_line=end_line, end_column=end_column)
 
     def span(self, node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the first position of ``node`` and the first after it, as (line, column) of ``text``, from 1."""
-        found: list[Any] = [part for part in _positioned(node) if hasattr(part, "lineno")]
-        if not found:
+        """Return the first position of ``node`` and the first after it, as (line, column) of ``text``, from 1.
+
+        Some nodes, such as arguments and the whole tree, have no position; their span is that of all nodes in them.
+        """
+        parts: list[Any] = [node] if hasattr(node, "lineno") else [p for p in ast.walk(node) if hasattr(p, "lineno")]
+        if not parts:
             return (1, 1), (1, 1)
-        start = min(self._position(part.lineno, part.col_offset) for part in found)
-        ends = [self._position(part.end_lineno or part.lineno, part.end_col_offset or 0) for part in found]
+        start = min([self._position(part.lineno, part.col_offset) for part in parts])
+        ends = [self._position(part.end_lineno or part.lineno, part.end_col_offset or 0) for part in parts]
         # Before Python 3.12, nodes in a multi-line f-string may end before they start.
         return start, max(start, *ends)
 
@@ -153,14 +127,11 @@ class SourceScript:
         start, end = self.span(node)
         return self.text[self.offset(*start) : self.offset(*end)]
 
-    def indentation(self, node: ast.AST) -> str:
-        """Return the indentation of the statement of ``node``."""
-        line = self.lines[self._first_line(self.statement(node)) - 1]
-        return line[: len(line) - len(line.lstrip(" \t\f"))]
-
     def statement(self, node: ast.AST) -> ast.stmt:
         """Return the innermost statement that contains ``node``, or ``node`` itself if it is one."""
-        return self._statements[node]
+        while not isinstance(node, ast.stmt):
+            node = self.parents[node]
+        return node
 
     def offset(self, line: int, column: int, cell: int | None = None) -> int:
         """Return the index in ``text`` of a position in ``text``, or in a cell if one is given."""
@@ -178,90 +149,19 @@ class SourceScript:
         """Return the line of ``text`` of a place in this file."""
         return (place.line or 1) + (self._cell(place.cell).first_line - 1 if place.cell is not None else 0)
 
-    # Edits: they change nothing here; ``ampwise.check.apply_edits`` applies them.
-
-    def edit(self, start_line: int, start_column: int, end_line: int, end_column: int, content: str) -> Edit:
-        """Return an edit that replaces ``text`` from the start position up to the end position by ``content``."""
-        cell, line = self._in_cell(start_line)
-        return Edit(
-            line=line,
-            column=start_column,
-            end_line=end_line - start_line + line,
-            end_column=end_column,
-            content=content,
-            cell=cell,
-        )
-
-    def replace(self, node: ast.AST, content: str) -> Edit:
-        """Return an edit that replaces ``node`` by ``content``."""
-        start, end = self.span(node)
-        return self.edit(*start, *end, content)
-
-    def insert_before(self, node: ast.AST, code: str) -> Edit:
-        """Return an edit that inserts ``code``, lines without indentation, before the statement of ``node``."""
-        statement = self._whole_statement(node)
-        start = self._start(statement)
-        if self._shares_its_line(start):
-            return self.edit(*start, *start, "; ".join(code.splitlines()) + "; ")
-        margin = f"\n{self.indentation(statement)}"
-        return self.edit(*start, *start, margin.join(code.splitlines()) + margin)
-
-    def insert_after(self, node: ast.AST | tuple[int, int], code: str) -> Edit:
-        """Return an edit that inserts ``code``, lines without indentation, after the statement of ``node``.
-
-        After a position, (line, column) of ``text``, it is inserted as it is.
-        """
-        if isinstance(node, tuple):
-            return self.edit(*node, *node, code)
-        statement = self._whole_statement(node)
-        _, end = self.span(statement)
-        line = self.lines[end[0] - 1]
-        rest = line[end[1] - 1 :].strip()
-        ends_its_line = not rest or rest.startswith("#")
-        simple = not hasattr(statement, "body")
-        if not ends_its_line or (simple and self._shares_its_line(self._start(statement))):
-            return self.edit(*end, *end, "; " + "; ".join(code.splitlines()))
-        margin = f"\n{self.indentation(statement)}"
-        stop = (end[0], len(line) + 1)
-        return self.edit(*stop, *stop, margin + margin.join(code.splitlines()))
-
-    # Back to a file.
-
-    def file_text(self, text: str) -> str:
-        """Return the whole file, without its byte order mark, with ``text`` as its code."""
-        return self._container.file_text(text)
-
-    def file_bytes(self, file_text: str) -> bytes:
-        """Encode the text of a whole file in this file's encoding, with its byte order mark."""
-        try:
-            return (UTF8_BOM if self.bom else b"") + file_text.encode(self.encoding)
-        except UnicodeError as error:
-            reason = f"cannot be written in its encoding, {self.encoding}: {error.reason}"  # type: ignore[attr-defined]
-            raise UnreadableFile(self.path, reason) from error
-
-    # Private helpers.
-
     def _position(self, line: int, byte_offset: int) -> tuple[int, int]:
         """Convert the line and byte offset of ``ast`` to a line and column from 1, within the text."""
         line = min(max(line, 1), len(self.lines))
         text = self.lines[line - 1]
         if self._is_ascii or text.isascii():
             return line, min(max(byte_offset, 0), len(text)) + 1
-        return line, bisect.bisect_right(self._character_ends(line), max(byte_offset, 0)) + 1
-
-    def _character_ends(self, line: int) -> list[int]:
-        """Return the byte offsets at which the characters of a line end; cached, since lines may have many nodes."""
-        if line not in self._ends:
-            self._ends[line] = list(itertools.accumulate(len(character.encode()) for character in self.lines[line - 1]))
-        return self._ends[line]
+        if line not in self._ends:  # a long line may have many nodes
+            self._ends[line] = list(itertools.accumulate(len(character.encode()) for character in text))
+        return line, bisect.bisect_right(self._ends[line], max(byte_offset, 0)) + 1
 
     @functools.cached_property
     def _line_starts(self) -> list[int]:
-        starts, total = [], 0
-        for line in self.lines:
-            starts.append(total)
-            total += len(line) + 1
-        return starts
+        return [0, *itertools.accumulate([len(line) + 1 for line in self.lines])]
 
     def _cell(self, number: int) -> NotebookCell:
         return self.cells[bisect.bisect_left(self.cells, number, key=lambda cell: cell.number)]
@@ -273,45 +173,74 @@ class SourceScript:
         cell = self.cells[max(0, bisect.bisect_right(self.cells, line, key=lambda cell: cell.first_line) - 1)]
         return cell.number, max(1, line - cell.first_line + 1)
 
-    @functools.cached_property
-    def _statements(self) -> dict[ast.AST, ast.stmt]:
-        return {node: stmt for stmt in self._parents for node in _own_nodes(stmt)}
+    # Edits: they change nothing here; ``ampwise.check.apply_edits`` applies them.
 
-    @functools.cached_property
-    def _parents(self) -> dict[ast.stmt, ast.AST]:
-        """Parent of each statement."""
-        parents: dict[ast.stmt, ast.AST] = {}
-        pending: list[ast.AST] = [self.tree]
-        while pending:
-            outer = pending.pop()
-            inner = [below for name in BLOCKS for below in getattr(outer, name, []) if isinstance(below, ast.AST)]
-            parents.update((below, outer) for below in inner if isinstance(below, ast.stmt))
-            pending += inner
-        return parents
+    def edit(self, start_line: int, start_column: int, end_line: int, end_column: int, content: str) -> Edit:
+        """Return an edit that replaces ``text`` from the start position up to the end position by ``content``."""
+        cell, line = self._in_cell(start_line)
+        return Edit(line, start_column, end_line - start_line + line, end_column, content, cell)
+
+    def replace(self, node: ast.AST, content: str) -> Edit:
+        """Return an edit that replaces ``node`` by ``content``."""
+        start, end = self.span(node)
+        return self.edit(*start, *end, content)
+
+    def insert_before(self, node: ast.AST, code: str) -> Edit:
+        """Return an edit that inserts ``code``, lines without indentation, before the statement of ``node``."""
+        start, margin, shares_line = self._start(self._whole_statement(node))
+        if shares_line:
+            return self.edit(*start, *start, "; ".join(code.splitlines()) + "; ")
+        return self.edit(*start, *start, margin.join(code.splitlines()) + margin)
+
+    def insert_after(self, node: ast.AST | tuple[int, int], code: str) -> Edit:
+        """Return an edit that inserts ``code``, lines without indentation, after the statement of ``node``.
+
+        After a position, (line, column) of ``text``, it is inserted as it is.
+        """
+        if isinstance(node, tuple):
+            return self.edit(*node, *node, code)
+        statement = self._whole_statement(node)
+        _, margin, shares_line = self._start(statement)
+        _, end = self.span(statement)
+        line = self.lines[end[0] - 1]
+        rest = line[end[1] - 1 :].strip()
+        ends_its_line = not rest or rest.startswith("#")
+        if not ends_its_line or (shares_line and not hasattr(statement, "body")):
+            return self.edit(*end, *end, "; " + "; ".join(code.splitlines()))
+        stop = (end[0], len(line) + 1)
+        return self.edit(*stop, *stop, margin + margin.join(code.splitlines()))
 
     def _whole_statement(self, node: ast.AST) -> ast.stmt:
         """Return the statement of ``node``; for an ``elif``, its ``if``, since nothing can be inserted between."""
         statement = self.statement(node)
         while isinstance(statement, ast.If) and self.segment(statement).startswith("elif"):
-            statement = self.statement(self._parents[statement])
+            statement = self.statement(self.parents[statement])
         return statement
 
-    def _start(self, statement: ast.stmt) -> tuple[int, int]:
+    def _start(self, statement: ast.stmt) -> tuple[tuple[int, int], str, bool]:
+        """Return where a statement starts, its line break with indentation, and whether it shares its first line.
+
+        It shares it if other code precedes it there, or the line before ends with a backslash.
+        """
         first = [statement, *getattr(statement, "decorator_list", [])]
-        line, column = min(self.span(node)[0] for node in first)
+        line, column = min([self.span(node)[0] for node in first])
         text = self.lines[line - 1]
         at = text.rfind("@", 0, column - 1)
-        # A decorator's node starts after its @.
-        return (line, at + 1) if len(first) > 1 and at >= 0 and not text[:at].strip() else (line, column)
+        if len(first) > 1 and at >= 0 and not text[:at].strip():  # a decorator's node starts after its @
+            column = at + 1
+        shares_line = (line > 1 and self.lines[line - 2].endswith("\\")) or bool(text[: column - 1].strip())
+        margin = text[: len(text) - len(text.lstrip(" \t\f"))]
+        return (line, column), f"\n{margin}", shares_line
 
-    def _first_line(self, statement: ast.stmt) -> int:
-        return self._start(statement)[0]
+    # Back to a file.
 
-    def _shares_its_line(self, start: tuple[int, int]) -> bool:
-        """Whether other code precedes ``start`` on its line, or the line before ends with a backslash."""
-        line, column = start
-        continued = line > 1 and self.lines[line - 2].endswith("\\")
-        return continued or bool(self.lines[line - 1][: column - 1].strip())
+    def file_bytes(self, file_text: str) -> bytes:
+        """Encode the text of a whole file in this file's encoding, with its byte order mark."""
+        try:
+            return (UTF8_BOM if self.bom else b"") + file_text.encode(self.encoding)
+        except UnicodeError as error:
+            reason = f"cannot be written in its encoding, {self.encoding}: {error.reason}"  # type: ignore[attr-defined]
+            raise UnreadableFile(self.path, reason) from error
 
 
 def read_script(path: str) -> SourceScript:
@@ -348,13 +277,20 @@ def script_from_bytes(data: bytes, path: str) -> SourceScript:
 
 def script_from_text(text: str, path: str) -> SourceScript:
     """Make a script or notebook from a text, such as stdin or a fixed file."""
+    raw = text.removeprefix("\ufeff")
+    bom = raw != text
     if path.endswith(NOTEBOOK):
         from ampwise.check.source.notebook import script_from_notebook
 
-        return script_from_notebook(text.removeprefix("\ufeff"), path, bom=text.startswith("\ufeff"))
-    raw = text.removeprefix("\ufeff")
-    bom = raw != text
-    return _plain_script(raw, path, _encoding_to_write(raw, path), bom)
+        return script_from_notebook(raw, path, bom=bom)
+    encoding = "utf-8"
+    try:  # the encoding that the text declares, if it can be encoded in it
+        declared = _declared_encoding(raw[:1000].encode("utf-8", "replace"), path, bom=False)
+        raw.encode(declared)
+        encoding = declared
+    except (UnreadableFile, LookupError, ValueError):
+        pass
+    return _plain_script(raw, path, encoding, bom)
 
 
 def parse(text: str, path: str) -> ast.Module:
@@ -393,7 +329,7 @@ def with_newlines_of(raw: str, text: str) -> str:
         return text.replace("\n", usual)
     import difflib
 
-    old, new = _normalised(raw).split("\n"), text.split("\n")
+    old, new = normalised(raw).split("\n"), text.split("\n")
     kept: dict[int, str] = {}
     for _, start, stop, new_start, new_stop in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         # A changed line also keeps the line ending of the line that it replaces.
@@ -402,11 +338,13 @@ def with_newlines_of(raw: str, text: str) -> str:
 
 
 def _plain_script(raw: str, path: str, encoding: str, bom: bool) -> SourceScript:
-    text = _normalised(raw)
-    return SourceScript(path, text, parse(text, path), PlainFile(raw), encoding=encoding, bom=bom)
+    text = normalised(raw)
+    file_text = functools.partial(with_newlines_of, raw)
+    return SourceScript(path, text, parse(text, path), file_text, encoding=encoding, bom=bom)
 
 
-def _normalised(raw: str) -> str:
+def normalised(raw: str) -> str:
+    r"""Return a text with ``\n`` as its only line ending."""
     return raw.replace("\r\n", "\n").replace("\r", "\n") if "\r" in raw else raw
 
 
@@ -429,16 +367,6 @@ def _declared_encoding(data: bytes, path: str, bom: bool) -> str:
     return "utf-8"
 
 
-def _encoding_to_write(raw: str, path: str) -> str:
-    """Return the encoding that a text declares if it can be encoded in it, else utf-8."""
-    try:
-        encoding = _declared_encoding(raw[:1000].encode("utf-8", "replace"), path, bom=False)
-        raw.encode(encoding)
-    except (UnreadableFile, LookupError, ValueError):
-        return "utf-8"
-    return encoding
-
-
 def decode_source(data: bytes, path: str) -> str:
     """Decode the bytes of a whole file that were not read from disk, such as stdin; Unreadable if they are not text."""
     bom = data.startswith(UTF8_BOM)
@@ -453,22 +381,17 @@ def _decoded(data: bytes, encoding: str, path: str) -> str:
     except LookupError as error:
         raise UnreadableFile(path, f"declares the encoding {encoding!r}, which Python does not know") from error
     except UnicodeDecodeError as error:
-        raise UnreadableFile(path, _undecodable(data, encoding, error), _line_at(data, error.start)) from error
+        line = data.count(b"\n", 0, error.start) + 1
+        where = f"byte 0x{data[error.start]:02x} at line {line}"
+        if encoding != "utf-8":
+            reason = f"not {encoding}, the encoding it declares ({where})"
+        elif data.startswith(UTF16_BOMS):
+            reason = f"not UTF-8 ({where}); it looks like UTF-16, which Python does not read: save it as UTF-8"
+        else:
+            reason = f"not UTF-8 ({where}); save it as UTF-8, or declare its encoding in the first line (PEP 263)"
+        raise UnreadableFile(path, reason, line) from error
     except (ValueError, AssertionError, OverflowError) as error:  # some codecs raise these
         raise UnreadableFile(path, f"is not {encoding}, the encoding it declares") from error
-
-
-def _undecodable(data: bytes, encoding: str, error: UnicodeDecodeError) -> str:
-    where = f"byte 0x{data[error.start]:02x} at line {_line_at(data, error.start)}"
-    if encoding != "utf-8":
-        return f"not {encoding}, the encoding it declares ({where})"
-    if data.startswith(UTF16_BOMS):
-        return f"not UTF-8 ({where}); it looks like UTF-16, which Python does not read: save it as UTF-8"
-    return f"not UTF-8 ({where}); save it as UTF-8, or declare its encoding in the first line (PEP 263)"
-
-
-def _line_at(data: bytes, position: int) -> int:
-    return data.count(b"\n", 0, position) + 1
 
 
 def os_error_reason(error: OSError | ValueError) -> str:
@@ -481,19 +404,3 @@ def os_error_reason(error: OSError | ValueError) -> str:
     if number == errno.ENOENT:
         return "no such file or folder"
     return (getattr(error, "strerror", None) or str(error)).lower()  # ValueError: a null byte in the name
-
-
-def _positioned(node: ast.AST) -> list[ast.AST]:
-    """Return the node or, if it has no position (such as arguments and the whole tree), all nodes in it."""
-    return [node] if hasattr(node, "lineno") else list(ast.walk(node))
-
-
-def _own_nodes(statement: ast.stmt) -> list[ast.AST]:
-    """Return the nodes of a statement that are not part of a statement within it."""
-    found: list[ast.AST] = []
-    pending: list[ast.AST] = [statement]
-    while pending:
-        node = pending.pop()
-        found.append(node)
-        pending += [below for below in ast.iter_child_nodes(node) if not isinstance(below, ast.stmt)]
-    return found

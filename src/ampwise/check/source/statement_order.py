@@ -6,8 +6,9 @@ A fix that cannot be proven safe here is offered as an unsafe one.
 from __future__ import annotations
 
 import ast
-import functools
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.frame import Frame
@@ -17,25 +18,16 @@ from ampwise.check.source.project import SourceFile
 from ampwise.check.source.script import SourceScript
 from ampwise.check.source.torch_names import GRAD_SCALERS
 
-__all__ = [
-    "StatementRange",
-    "is_always_bound",
-    "is_certainly_grad_scaler",
-    "may_be_retried",
-    "runs_before",
-    "statement_range",
-]
-
 BLOCKS = ("body", "orelse", "finalbody")
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 LOOPS = ast.For | ast.AsyncFor | ast.While
 
 
+@dataclass
 class StatementRange:
     """Statements of one block, from the one that contains an event to a later one."""
 
-    def __init__(self, statements: list[ast.stmt]) -> None:
-        self.statements = statements
+    statements: list[ast.stmt]
 
     @property
     def first(self) -> ast.stmt:
@@ -48,22 +40,31 @@ class StatementRange:
 
     def is_in_first(self, event: SourceEvent) -> bool:
         """Whether the first statement also contains ``event``."""
-        return _holds(self.first, event.node)
+        return event.node in ast.walk(self.first)  # nodes are equal only to themselves
 
     @property
     def may_be_left(self) -> bool:
-        """Whether the last statement may not be reached after the first."""
-        return any(_leaves(statement) for statement in self.statements[:-1])
+        """Whether the last statement may not be reached after the first, or only after a ``yield``."""
+        pending: list[tuple[ast.AST, bool]] = [(statement, False) for statement in self.statements[:-1]]
+        while pending:
+            node, in_loop = pending.pop()
+            if isinstance(node, ast.Return | ast.Raise | ast.Yield | ast.YieldFrom | ast.Await):
+                return True
+            if isinstance(node, ast.Break | ast.Continue) and not in_loop:
+                return True
+            if not isinstance(node, SCOPES):
+                is_loop = isinstance(node, LOOPS)
+                pending += zip(ast.iter_child_nodes(node), itertools.repeat(in_loop or is_loop))
+        return False
 
     def rebinds(self, *names: str) -> bool:
         """Whether one of these dotted names is assigned in these statements."""
-        stored = (
-            dotted_text(node)
-            for statement in self.statements
-            for node in ast.walk(statement)
-            if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load)
-        )
-        return any(name == one or name.startswith(f"{one}.") for one in stored if one for name in names)
+        for node in [node for statement in self.statements for node in ast.walk(statement)]:
+            if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                stored = dotted_text(node)
+                if stored and any(name == stored or name.startswith(f"{stored}.") for name in names):
+                    return True
+        return False
 
 
 def statement_range(event: SourceEvent, end: SourceEvent) -> StatementRange | None:
@@ -72,11 +73,11 @@ def statement_range(event: SourceEvent, end: SourceEvent) -> StatementRange | No
     ``end`` must be a whole statement: ``scaler and scaler.step(optimizer)`` may not call ``step``.
     """
     script = end.frame.outline.script
-    ends = next(_blocks_around(script, end.node), None)
-    if ends is None or event.frame is not end.frame:
+    block, last = next(_blocks_around(script, end.node), ([], 0))
+    if not block or event.frame is not end.frame:
         return None
-    block, last = ends
-    if not isinstance(block[last], ast.Expr | ast.Assign | ast.Return) or block[last].value is not end.node:  # type: ignore[attr-defined]
+    whole = block[last]
+    if not isinstance(whole, ast.Expr | ast.Assign | ast.Return) or whole.value is not end.node:
         return None
     for other, first in _blocks_around(script, event.node):
         if other is block:
@@ -86,14 +87,21 @@ def statement_range(event: SourceEvent, end: SourceEvent) -> StatementRange | No
 
 def runs_before(script: SourceScript, statement: ast.AST, node: ast.AST) -> bool:
     """Whether ``statement`` always runs before ``node`` in the same pass."""
-    return any(each is statement for block, index in _blocks_around(script, node) for each in block[:index])
+    return any(statement in block[:index] for block, index in _blocks_around(script, node))
 
 
 def is_certainly_grad_scaler(step: SourceEvent, code: SourceFile) -> bool:
     """Whether the scaler of ``scaler.step(optimizer)`` is torch's or None in every known call of the function."""
     frames = [site.context.frame for trace in code.traces for site in trace.calls if site.node is step.node]
-    if _may_be_called_unseen(step):
-        return False
+    function = step.frame.function
+    root = (dotted_text(step.receiver) or "").partition(".")[0]
+    if root in function.params and function.self_name is None:
+        # The scaler is an argument; code we cannot see may call the function if its name is used other than in a call.
+        nodes = list(ast.walk(function.outline.script.tree))
+        called = {node.func for node in nodes if isinstance(node, ast.Call)}
+        named = [node for node in nodes if isinstance(node, ast.Name) and node.id == function.name]
+        if any(node not in called for node in named):
+            return False
     return bool(frames) and all(_is_grad_scaler(step.receiver, frame) for frame in frames)
 
 
@@ -113,8 +121,11 @@ def may_be_retried(event: SourceEvent) -> bool:
         for outer in _outer(frame.outline.script, node):
             if isinstance(outer, SCOPES):
                 break
-            caught = caught or _catches(outer)
-            if isinstance(outer, LOOPS) and caught:
+            if isinstance(outer, ast.Try | ast.TryStar):
+                caught = caught or bool(outer.handlers)
+            elif isinstance(outer, ast.With | ast.AsyncWith):
+                caught = caught or any("suppress" in ast.unparse(item.context_expr) for item in outer.items)
+            elif isinstance(outer, LOOPS) and caught:
                 return True
         if frame.call is not None:
             node = frame.call
@@ -124,57 +135,29 @@ def may_be_retried(event: SourceEvent) -> bool:
 
 def _is_grad_scaler(node: ast.expr, frame: Frame) -> bool:
     values = frame.values(node)
-    known = [
-        (isinstance(value.node, ast.Constant) and value.node.value is None)
-        or (isinstance(value.node, ast.Call) and value.frame.qualified(value.node.func) in GRAD_SCALERS)
-        for value in values
-    ]
-    return bool(known) and all(known) and not _is_set_from_elsewhere(node, frame)
-
-
-def _may_be_called_unseen(step: SourceEvent) -> bool:
-    """Whether the scaler is an argument of a function that code we cannot see may call."""
-    function = step.frame.function
-    if (dotted_text(step.receiver) or "").partition(".")[0] not in function.params or function.self_name is not None:
-        return False
-    nodes = list(ast.walk(function.outline.script.tree))
-    called = {node.func for node in nodes if isinstance(node, ast.Call)}
-    named = (node for node in nodes if isinstance(node, ast.Name) and node.id == function.name)
-    return any(node not in called for node in named)
-
-
-def _is_set_from_elsewhere(node: ast.expr, frame: Frame) -> bool:
-    """Whether code outside of the class assigns the attribute, as in ``trainer.scaler = ...``."""
+    for value, home in values:
+        is_none = isinstance(value, ast.Constant) and value.value is None
+        if not is_none and not (isinstance(value, ast.Call) and home.qualified(value.func) in GRAD_SCALERS):
+            return False
     if not isinstance(node, ast.Attribute):
-        return False
-    stores = [
-        found
-        for found in ast.walk(frame.outline.script.tree)
-        if isinstance(found, ast.Attribute) and found.attr == node.attr and isinstance(found.ctx, ast.Store)
-    ]
-    return len(stores) != len(_bindings(node, frame))
+        return bool(values)
+    # Code outside of the class may assign the attribute, as in `trainer.scaler = ...`.
+    nodes = [found for found in ast.walk(frame.outline.script.tree) if isinstance(found, ast.Attribute)]
+    stores = [found for found in nodes if found.attr == node.attr and isinstance(found.ctx, ast.Store)]
+    return bool(values) and len(stores) == len(_bindings(node, frame))
 
 
 def _bindings(node: ast.expr, frame: Frame) -> list[Binding]:
     if isinstance(node, ast.Attribute):
         owner = frame.class_of(node.value)
-        classes = frame.ancestry(owner) if owner is not None else ()
-        return [binding for cls in classes for binding in cls.attributes.get(node.attr, ())]
+        return frame.attribute_bindings(owner, node.attr) if owner is not None else []
     if not isinstance(node, ast.Name):
         return []
-    return [binding for function in frame.function.chain() for binding in function.bindings.get(node.id, ())]
-
-
-# Parents and blocks of a node.
-
-
-@functools.lru_cache(maxsize=4)  # for the few files that have findings to fix
-def _parents(script: SourceScript) -> dict[ast.AST, ast.AST]:
-    return {child: node for node in ast.walk(script.tree) for child in ast.iter_child_nodes(node)}
+    return [binding for function in frame.function.scopes for binding in function.bindings.get(node.id, ())]
 
 
 def _outer(script: SourceScript, node: ast.AST) -> Iterator[ast.AST]:
-    parents = _parents(script)
+    parents = script.parents
     while node in parents:
         node = parents[node]
         yield node
@@ -185,33 +168,9 @@ def _blocks_around(script: SourceScript, node: ast.AST) -> Iterator[tuple[list[a
     inner = node
     for outer in _outer(script, node):
         if isinstance(inner, ast.stmt):
-            for block in (getattr(outer, name, None) for name in BLOCKS):
-                if isinstance(block, list) and any(statement is inner for statement in block):
-                    yield block, next(index for index, statement in enumerate(block) if statement is inner)
+            for block in [getattr(outer, name, None) for name in BLOCKS]:
+                if isinstance(block, list) and inner in block:
+                    yield block, block.index(inner)
         if isinstance(outer, SCOPES):
             return
         inner = outer
-
-
-def _holds(statement: ast.AST, node: ast.AST) -> bool:
-    return any(each is node for each in ast.walk(statement))
-
-
-def _leaves(node: ast.AST, in_loop: bool = False) -> bool:
-    """Whether a statement may skip those after it, or suspend before them (``yield``)."""
-    if isinstance(node, ast.Return | ast.Raise | ast.Yield | ast.YieldFrom | ast.Await):
-        return True
-    if isinstance(node, ast.Break | ast.Continue):
-        return not in_loop
-    if isinstance(node, SCOPES):
-        return False
-    in_loop = in_loop or isinstance(node, LOOPS)
-    return any(_leaves(child, in_loop) for child in ast.iter_child_nodes(node))
-
-
-def _catches(node: ast.AST) -> bool:
-    if isinstance(node, ast.Try | ast.TryStar):
-        return bool(node.handlers)
-    if isinstance(node, ast.With | ast.AsyncWith):
-        return any("suppress" in ast.unparse(item.context_expr) for item in node.items)
-    return False

@@ -8,8 +8,10 @@ compare paths, not line numbers.
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ampwise.check.source.call_events import ANYTHING
 from ampwise.check.source.events import BranchGuard, EventBlock, EventKind, Loop, SourceEvent
@@ -18,47 +20,36 @@ from ampwise.check.source.precision import AutocastContext
 from ampwise.check.source.walk import CodeTrace, WorkBudget, events_in
 from ampwise.finding import Place
 
-__all__ = ["STEPS", "Moment", "Region", "regions_of", "surely_scaled"]
-
 BACKWARDS = (EventKind.BACKWARD, EventKind.SCALED_BACKWARD)
-MOST_ON_PATHS = 50_000  # events on the paths of one file, each counted on every path
 STEPS = (EventKind.SCALER_STEP, EventKind.OPTIMIZER_STEP)
+MOST_ON_PATHS = 50_000  # events on the paths of one file, each counted on every path
 
 
+@dataclass(slots=True, eq=False)
 class Moment:
     """Event on a path, with the state just before it."""
 
-    __slots__ = ("event", "index", "opaque", "path", "plain", "scaled", "stepped", "unscaled", "updated")
-
-    def __init__(
-        self,
-        event: SourceEvent,
-        path: ExecutionPath,
-        index: int,
-        scaled: dict[str, SourceEvent] | None = None,
-        plain: SourceEvent | None = None,
-        unscaled: dict[tuple[str | None, str | None], SourceEvent] | None = None,
-        stepped: dict[str | None, SourceEvent] | None = None,
-        updated: dict[str | None, SourceEvent] | None = None,
-        opaque: bool = False,
-    ) -> None:
-        self.event = event
-        self.path = path
-        self.index = index
-        self.scaled = {} if scaled is None else scaled  # scalers with scaled gradients
-        self.plain = plain  # a backward without a scaler, not yet applied
-        self.unscaled = {} if unscaled is None else unscaled  # since the last update
-        self.stepped = {} if stepped is None else stepped  # optimizers applied since the last backward
-        self.updated = {} if updated is None else updated  # scalers updated since the last backward
-        self.opaque = opaque  # a function we cannot follow got a scaler since the last update
+    event: SourceEvent
+    path: ExecutionPath
+    index: int
+    scaled: dict[str, SourceEvent]  # scalers with scaled gradients
+    plain: SourceEvent | None  # a backward without a scaler, not yet applied
+    unscaled: dict[tuple[str | None, str | None], SourceEvent]  # since the last update
+    stepped: dict[str | None, SourceEvent]  # optimizers applied since the last backward
+    updated: dict[str | None, SourceEvent]  # scalers updated since the last backward
+    opaque: bool  # a function we cannot follow got a scaler since the last update
 
     def later(self, *kinds: str) -> Iterator[SourceEvent]:
         """Yield the later events of these kinds on this path."""
-        return self.path.after(self.index, kinds)
+        positions = self.path.positions(kinds)
+        for number in range(bisect.bisect_right(positions, self.index), len(positions)):
+            yield self.path.events[positions[number]]
 
     def earlier(self, *kinds: str) -> Iterator[SourceEvent]:
         """Yield the earlier events of these kinds on this path, the latest first."""
-        return self.path.before(self.index, kinds)
+        positions = self.path.positions(kinds)
+        for number in range(bisect.bisect_left(positions, self.index) - 1, -1, -1):
+            yield self.path.events[positions[number]]
 
     @property
     def backward(self) -> SourceEvent:
@@ -74,10 +65,11 @@ class Moment:
 class Region:
     """One training step, with all paths through it."""
 
-    def __init__(self, trace: CodeTrace, loop: Loop | None, budget: WorkBudget | None = None) -> None:
-        self.trace = trace
-        self.loop = loop
-        self.budget = budget or WorkBudget(MOST_ON_PATHS)
+    def __init__(self, trace: CodeTrace, loop: Loop | None, budget: WorkBudget) -> None:
+        self.trace, self.loop, self.budget = trace, loop, budget
+        self.block: EventBlock = loop.block if loop else trace.block
+        self.events = events_in(self.block)
+        self.kinds = {event.kind for event in self.events}
         self.given_up: list[Region] = []  # collects regions whose paths were needed but are too many
 
     @property
@@ -85,14 +77,6 @@ class Region:
         """Place where the loop begins or, without a loop, the function."""
         function = self.trace.frame.function
         return self.loop.frame.outline.script.place(self.loop.node) if self.loop else function.place
-
-    @property
-    def block(self) -> EventBlock:
-        return self.loop.block if self.loop else self.trace.block
-
-    @functools.cached_property
-    def events(self) -> list[SourceEvent]:
-        return list(events_in(self.block))
 
     @property
     def paths(self) -> list[ExecutionPath]:
@@ -104,7 +88,7 @@ class Region:
     @functools.cached_property
     def _paths(self) -> list[ExecutionPath] | None:
         found = paths_through(self.block)
-        events = sum(len(path.events) for path in found or ())
+        events = sum([len(path.events) for path in found or ()])
         if events > self.budget.left:
             return None
         self.budget.left -= events
@@ -115,26 +99,21 @@ class Region:
         """Moments of each event, on all paths."""
         found: dict[SourceEvent, list[Moment]] = {}
         for path in self.paths:
-            for moment in _moments(path):
-                found.setdefault(moment.event, []).append(moment)
+            _add_moments(path, found)
         return found
 
-    def visits(self, *kinds: str) -> Iterator[tuple[SourceEvent, list[Moment]]]:
-        """Yield each event of these kinds with its moments on all paths, in source order."""
-        if not self.has(*kinds):
-            return
+    def visits(self, *kinds: str) -> list[tuple[SourceEvent, list[Moment]]]:
+        """Return each event of these kinds with its moments on all paths, in source order."""
+        if self.kinds.isdisjoint(kinds):
+            return []
         asked = [item for item in self.moments.items() if item[0].kind in kinds]
-        yield from sorted(asked, key=lambda item: (item[0].line, item[0].node.col_offset))
+        return sorted(asked, key=lambda item: (item[0].node.lineno, item[0].node.col_offset))
 
     def events_of(self, *kinds: str) -> list[SourceEvent]:
         return [event for event in self.events if event.kind in kinds]
 
     def has(self, *kinds: str) -> bool:
         return not self.kinds.isdisjoint(kinds)
-
-    @functools.cached_property
-    def kinds(self) -> set[str]:
-        return {event.kind for event in self.events}
 
     @functools.cached_property
     def autocasts(self) -> list[AutocastContext]:
@@ -146,17 +125,7 @@ class Region:
     @functools.cached_property
     def hidden(self) -> bool:
         """Whether a framework, or a function we cannot follow, may do part of the step."""
-        return any(event.kind == EventKind.OPAQUE and ANYTHING in event.keys for event in self.events)
-
-    @functools.cached_property
-    def boundary(self) -> BranchGuard | None:
-        """Guard that tests for the end of an accumulation window, if steps are taken only there."""
-        for event in self.events:
-            if event.kind in STEPS:
-                for guard in self.own_guards(event):
-                    if guard.boundary is not None and guard.holds:
-                        return guard
-        return None
+        return any(ANYTHING in event.keys for event in self.events_of(EventKind.OPAQUE))
 
     def own_guards(self, event: SourceEvent) -> tuple[BranchGuard, ...]:
         """Return the guards of an event that are inside the region."""
@@ -186,71 +155,59 @@ def surely_scaled(moments: list[Moment]) -> list[Moment]:
     return scaled if all(moment.surely_scaled for moment in scaled) else []
 
 
-def regions_of(trace: CodeTrace, budget: WorkBudget | None = None) -> list[Region]:
+def regions_of(trace: CodeTrace, budget: WorkBudget) -> list[Region]:
     """Return the training steps of a trace, in order; ``budget`` limits the events on their paths."""
-    whole: dict[Loop, bool] = {}
+    whole: dict[Loop, bool] = {}  # loops with both a backward and a step
     found: dict[Loop | None, None] = {}
     for event in trace.events():
-        if event.kind in STEPS or event.kind in BACKWARDS or event.kind == EventKind.UPDATE:
-            found.setdefault(_home(event, whole))
+        if event.kind not in STEPS and event.kind not in BACKWARDS and event.kind != EventKind.UPDATE:
+            continue
+        home = None
+        for loop in reversed(event.context.loops):
+            if loop not in whole:
+                events = events_in(loop.block)
+                kinds = {inner.kind for inner in events}
+                is_whole = not kinds.isdisjoint(BACKWARDS) and not kinds.isdisjoint(STEPS)
+                whole[loop] = is_whole or any(ANYTHING in inner.keys for inner in events if inner.keys)
+            if whole[loop]:
+                home = loop
+                break
+        else:
+            if event.kind in BACKWARDS and event.context.loops:
+                home = event.context.loops[-1]  # gradients that are, as far as we see, never applied
+        found[home] = None
     return [Region(trace, loop, budget) for loop in found]
 
 
-def _home(event: SourceEvent, whole: dict[Loop, bool]) -> Loop | None:
-    """Return the innermost loop around ``event`` with both a backward and a step; ``whole`` caches which loops have."""
-    for loop in reversed(event.context.loops):
-        if loop not in whole:
-            whole[loop] = _makes_and_applies(list(events_in(loop.block)))
-        if whole[loop]:
-            return loop
-    if event.kind in BACKWARDS and event.context.loops:
-        return event.context.loops[-1]  # gradients that are, as far as we see, never applied
-    return None
-
-
-def _makes_and_applies(events: list[SourceEvent]) -> bool:
-    kinds = {event.kind for event in events}
-    hidden = any(ANYTHING in event.keys for event in events)
-    return hidden or bool(kinds & {*BACKWARDS} and kinds & {*STEPS})
-
-
-def _moments(path: ExecutionPath) -> Iterator[Moment]:
-    state = Moment(event=None, path=path, index=0)  # type: ignore[arg-type]
+def _add_moments(path: ExecutionPath, found: dict[SourceEvent, list[Moment]]) -> None:
+    """Add the moments of a path; dictionaries that change are replaced, since moments share them."""
+    scaled: dict[str, SourceEvent] = {}
+    unscaled: dict[tuple[str | None, str | None], SourceEvent] = {}
+    stepped: dict[str | None, SourceEvent] = {}
+    updated: dict[str | None, SourceEvent] = {}
+    plain: SourceEvent | None = None
+    opaque = False
     for index, event in enumerate(path.events):
-        yield Moment(
-            event,
-            path,
-            index,
-            state.scaled,
-            state.plain,
-            state.unscaled,
-            state.stepped,
-            state.updated,
-            state.opaque,
-        )
-        _advance(state, event)
-
-
-def _advance(state: Moment, event: SourceEvent) -> None:
-    """Update the state after an event; dictionaries that change are replaced, since moments share them."""
-    kind = event.kind
-    if kind == EventKind.SCALED_BACKWARD:
-        state.scaled = {**state.scaled, event.key or "": event}
-        state.stepped, state.updated = {}, {}
-    elif kind == EventKind.BACKWARD:
-        state.plain = event
-        state.stepped, state.updated = {}, {}
-    elif kind == EventKind.UNSCALE:
-        state.unscaled = {**state.unscaled, (event.key, event.other): event}
-    elif kind == EventKind.SCALER_STEP:
-        state.stepped = {**state.stepped, event.other: event}
-    elif kind == EventKind.OPTIMIZER_STEP:
-        state.stepped = {**state.stepped, event.key: event}
-    elif kind == EventKind.UPDATE:
-        state.scaled = {key: made for key, made in state.scaled.items() if key != (event.key or "")}
-        state.unscaled, state.opaque = {}, False
-        state.updated = {**state.updated, event.key: event}
-    elif kind == EventKind.ZERO_GRAD:
-        state.scaled, state.plain = {}, None
-    elif kind == EventKind.OPAQUE:
-        state.opaque = True
+        moment = Moment(event, path, index, scaled, plain, unscaled, stepped, updated, opaque)
+        found.setdefault(event, []).append(moment)
+        match event.kind:
+            case EventKind.SCALED_BACKWARD:
+                scaled = {**scaled, event.key or "": event}
+                stepped, updated = {}, {}
+            case EventKind.BACKWARD:
+                plain = event
+                stepped, updated = {}, {}
+            case EventKind.UNSCALE:
+                unscaled = {**unscaled, (event.key, event.other): event}
+            case EventKind.SCALER_STEP:
+                stepped = {**stepped, event.other: event}
+            case EventKind.OPTIMIZER_STEP:
+                stepped = {**stepped, event.key: event}
+            case EventKind.UPDATE:
+                scaled = {key: made for key, made in scaled.items() if key != (event.key or "")}
+                unscaled, opaque = {}, False
+                updated = {**updated, event.key: event}
+            case EventKind.ZERO_GRAD:
+                scaled, plain = {}, None
+            case EventKind.OPAQUE:
+                opaque = True

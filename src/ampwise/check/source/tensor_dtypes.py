@@ -2,27 +2,24 @@
 
 The lists are those of ``ATen/autocast_mode.h`` of torch 2.13. An operation on the first list takes its inputs
 in FP16, one on the second in FP32, and all others keep the dtype of their inputs. An operation that is on none of the
-lists here, or whose code we cannot see, is unknown: ``Halves.dtype`` returns None, and rules report nothing.
+lists here, or whose code we cannot see, is unknown: ``TensorDtypes.dtype`` returns None, and rules report nothing.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator
 
 from ampwise.check.source.constructors import find_constructors
 from ampwise.check.source.events import EventContext
-from ampwise.check.source.frame import Frame, PossibleValue
-from ampwise.check.source.names import dotted_text
+from ampwise.check.source.frame import Frame
+from ampwise.check.source.names import arguments_given, dotted_text, last_name
 from ampwise.check.source.outline import FunctionOutline
 from ampwise.check.source.precision import argument_of, dtypes_of
 from ampwise.check.source.project import SourceFile
 from ampwise.check.source.reaching_definitions import reaching_values
 from ampwise.check.source.torch_names import FP16, FP32, MODEL_NAME
 from ampwise.check.source.walk import CodeSite
-
-__all__ = ["HALF", "LIKELY_HALF", "SINGLE", "TensorDtypes", "tensor_dtypes", "torch_operation"]
 
 HALF = FP16
 SINGLE = FP32
@@ -59,9 +56,11 @@ LAYERS_THAT_KEEP = _words(
     "MaxPool1d MaxPool2d AvgPool2d AdaptiveAvgPool1d AdaptiveAvgPool2d"
 )
 SAME_TENSOR = frozenset(("T", "mT", "data", "H"))
-CASTS_TO_SINGLE = frozenset(("float", "double"))
+CASTS = {"float": SINGLE, "double": SINGLE, "half": HALF}
 NAMESPACES = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.functional")
 DEEPEST = 12
+# Names and the frames they were found in, from the expression that was asked for to the current one.
+Seen = tuple[tuple[int, int], ...]
 
 
 @functools.lru_cache(maxsize=2)
@@ -89,19 +88,16 @@ class TensorDtypes:
         self.returns: dict[tuple[int, int], list[CodeSite]] = {}
         for trace in code.traces:
             for site in trace.statements:
-                self._note(_held(site.node), site.context)
-                if isinstance(site.node, ast.Return) and site.context.frame.caller is not None:
-                    frame = site.context.frame
+                frame = site.context.frame
+                for node in _held(site.node):
+                    self.contexts[(id(node), id(frame))] = site.context
+                if isinstance(site.node, ast.Return) and frame.caller is not None:
                     self.returns.setdefault((id(frame.caller), id(frame.function)), []).append(site)
             for site in trace.calls:
-                given = [*site.call.args, *(word.value for word in site.call.keywords)]
-                self._note(given, site.context)
+                for node in arguments_given(site.call):
+                    self.contexts[(id(node), id(site.context.frame))] = site.context
 
-    def _note(self, nodes: Iterable[ast.expr], context: EventContext) -> None:
-        for node in nodes:
-            self.contexts[(id(node), id(context.frame))] = context
-
-    def dtype(self, node: ast.expr | None, context: EventContext, seen: tuple[tuple[int, int], ...] = ()) -> str | None:
+    def dtype(self, node: ast.expr | None, context: EventContext, seen: Seen = ()) -> str | None:
         """Return HALF, LIKELY_HALF, SINGLE or NUMBER; None if unknown."""
         here = (id(node), id(context.frame))
         if node is None or here in seen or len(seen) > DEEPEST:
@@ -110,7 +106,7 @@ class TensorDtypes:
         if isinstance(node, ast.Constant):
             return NUMBER if isinstance(node.value, int | float) else None
         if isinstance(node, ast.Name):
-            return self._of_name(node, context, seen)
+            return _common([self._of_value(*value, seen) for value in reaching_values(node, context.frame)])
         if isinstance(node, ast.Attribute):
             return self._of_attribute(node, context, seen)
         if isinstance(node, ast.Subscript):
@@ -124,67 +120,54 @@ class TensorDtypes:
             return self._of_call(node, context, seen)
         return None
 
-    def _of_name(self, node: ast.Name, context: EventContext, seen: tuple[tuple[int, int], ...]) -> str | None:
-        values = reaching_values(node, context.frame)
-        return self._common([self._of_value(value, seen) for value in values])
-
-    def _of_value(self, value: PossibleValue, seen: tuple[tuple[int, int], ...]) -> str | None:
-        if value.node is None:
-            return None
-        context = self.contexts.get((id(value.node), id(value.frame)))
-        if context is None:  # in a function that no trace reached: only numbers are certain
-            found = self.dtype(value.node, EventContext(value.frame), seen)
-            return found if found == NUMBER else None
-        return self.dtype(value.node, context, seen)
-
-    @staticmethod
-    def _common(dtypes: list[str | None]) -> str | None:
-        """Return the dtype that all have, else None; HALF and LIKELY_HALF give LIKELY_HALF."""
-        different = set(dtypes)
-        if different == {HALF, LIKELY_HALF}:
-            return LIKELY_HALF
-        return dtypes[0] if len(different) == 1 else None
-
-    def _of_attribute(
-        self, node: ast.Attribute, context: EventContext, seen: tuple[tuple[int, int], ...]
-    ) -> str | None:
+    def _of_attribute(self, node: ast.Attribute, context: EventContext, seen: Seen) -> str | None:
         if node.attr in SAME_TENSOR:
             return self.dtype(node.value, context, seen)
-        frame = context.frame
-        if isinstance(node.value, ast.Name) and frame.class_of(node.value) is not None:
-            values = frame.values(node)
-            return NUMBER if values and all(_is_number(value.node, value.frame) for value in values) else None
+        if isinstance(node.value, ast.Name) and context.frame.class_of(node.value) is not None:
+            values = context.frame.values(node)
+            return NUMBER if values and all(_is_number(*value) for value in values) else None
         return None
 
-    def _of_arithmetic(self, node: ast.BinOp, context: EventContext, seen: tuple[tuple[int, int], ...]) -> str | None:
-        autocast = context.autocast
+    def _of_value(self, node: ast.expr | None, frame: Frame, seen: Seen) -> str | None:
+        if node is None:
+            return None
+        context = self.contexts.get((id(node), id(frame)))
+        if context is None:  # in a function that no trace reached: only numbers are certain
+            found = self.dtype(node, EventContext(frame), seen)
+            return found if found == NUMBER else None
+        return self.dtype(node, context, seen)
+
+    def _of_arithmetic(self, node: ast.BinOp, context: EventContext, seen: Seen) -> str | None:
         if isinstance(node.op, ast.FloorDiv) or _is_number(node, context.frame):
             return NUMBER
         if isinstance(node.op, ast.MatMult | ast.Pow):
-            if autocast is None or not autocast.surely_fp16:
+            if not _in_fp16(context):
                 return None
             return HALF if isinstance(node.op, ast.MatMult) else SINGLE
         sides = {self.dtype(node.left, context, seen), self.dtype(node.right, context, seen)}
         if sides == {NUMBER}:
             return NUMBER
         sides.discard(NUMBER)
-        if SINGLE in sides and None not in sides:
-            return SINGLE
-        return self._common(list(sides))
+        return SINGLE if SINGLE in sides and None not in sides else _common(list(sides))
 
-    def _of_call(self, node: ast.Call, context: EventContext, seen: tuple[tuple[int, int], ...]) -> str | None:
+    def _of_call(self, node: ast.Call, context: EventContext, seen: Seen) -> str | None:
         frame = context.frame
         if _is_number(node, frame):
             return NUMBER
-        made = self._of_layer(node, context, seen)
-        if made is not None:
-            return made
+        layer = layer_called(node, frame)
+        if layer in LAYERS_THAT_KEEP:
+            made = self.dtype(node.args[0] if node.args else None, context, seen)
+            if made is not None:
+                return made
+        elif _in_fp16(context) and (layer in LAYERS_IN_HALF or layer in LAYERS_IN_SINGLE):
+            return HALF if layer in LAYERS_IN_HALF else SINGLE
         target = frame.callee(node)
         if target is not None:
             return self._returned(node, target[0], frame, seen)
         found = torch_operation(node, frame)
         if found is None:
-            return _of_model(node, context)
+            is_model = dotted_text(node.func) is not None and MODEL_NAME.search(last_name(node.func))
+            return LIKELY_HALF if is_model and _in_fp16(context) else None
         name, tensor = found
         if isinstance(node.func, ast.Attribute) and frame.qualified(node.func) is None:
             cast = self._of_cast(node, name, tensor, context, seen)
@@ -193,41 +176,27 @@ class TensorDtypes:
         return self._of_operation(node, name, tensor, context, seen)
 
     def _of_cast(
-        self,
-        node: ast.Call,
-        name: str,
-        tensor: ast.expr | None,
-        context: EventContext,
-        seen: tuple[tuple[int, int], ...],
+        self, node: ast.Call, name: str, tensor: ast.expr | None, context: EventContext, seen: Seen
     ) -> str | None:
-        if name in CASTS_TO_SINGLE and not node.args:
-            return SINGLE
-        if name == "half" and not node.args:
-            return HALF
+        if name in CASTS and not node.args:
+            return CASTS[name]
         if name == "type_as" and node.args:
             return self.dtype(node.args[0], context, seen)
         if name not in ("to", "type"):
             return None
-        given = [*node.args, *(word.value for word in node.keywords)]
-        dtypes = [dtypes_of(argument, context.frame) for argument in given]
-        asked = {dtype for found in dtypes if found for dtype in found} & {FP16, FP32, "float64", "bfloat16"}
+        given = arguments_given(node)
+        dtypes = [dtypes_of(argument, context.frame) or frozenset() for argument in given]
+        asked = frozenset().union(*dtypes) & {FP16, FP32, "float64", "bfloat16"}
         if asked:
-            return {frozenset([FP16]): HALF, frozenset([FP32]): SINGLE, frozenset(["float64"]): SINGLE}.get(
-                frozenset(asked)
-            )
+            return HALF if asked == {FP16} else SINGLE if asked == {FP32} or asked == {"float64"} else None
         other = next((part for part in given if isinstance(part, ast.Attribute) and part.attr == "dtype"), None)
         if other is not None:  # x.to(y.dtype)
             return self.dtype(other.value, context, seen)
-        text = " ".join(ast.unparse(argument) for argument in given)
+        text = " ".join([ast.unparse(argument) for argument in given])
         return self.dtype(tensor, context, seen) if "device" in text and "dtype" not in text else None
 
     def _of_operation(
-        self,
-        node: ast.Call,
-        name: str,
-        tensor: ast.expr | None,
-        context: EventContext,
-        seen: tuple[tuple[int, int], ...],
+        self, node: ast.Call, name: str, tensor: ast.expr | None, context: EventContext, seen: Seen
     ) -> str | None:
         asked = argument_of(node, "dtype")
         if asked is not None:
@@ -237,8 +206,7 @@ class TensorDtypes:
             return self.dtype(tensor, context, seen)
         if name in MADE_SINGLE and context.frame.qualified(node.func) is not None:
             return SINGLE
-        autocast = context.autocast
-        if autocast is None or not autocast.surely_fp16:
+        if not _in_fp16(context):
             return None
         if name in TAKES_HALF:
             return HALF
@@ -246,29 +214,17 @@ class TensorDtypes:
             return SINGLE
         if name == "where" and len(node.args) == 3:
             sides = {self.dtype(side, context, seen) for side in node.args[1:]} - {NUMBER}
-            return self._common(list(sides)) if sides else None
+            return _common(list(sides)) if sides else None
         return None
 
-    def _of_layer(self, node: ast.Call, context: EventContext, seen: tuple[tuple[int, int], ...]) -> str | None:
-        """Return the output dtype of a ``torch.nn`` layer that is called by its name."""
-        kind = layer_called(node, context.frame)
-        tensor = node.args[0] if node.args else None
-        if kind in LAYERS_THAT_KEEP:
-            return self.dtype(tensor, context, seen)
-        if kind is None or context.autocast is None or not context.autocast.surely_fp16:
-            return None
-        return HALF if kind in LAYERS_IN_HALF else SINGLE if kind in LAYERS_IN_SINGLE else None
-
-    def _returned(
-        self, node: ast.Call, function: FunctionOutline, frame: Frame, seen: tuple[tuple[int, int], ...]
-    ) -> str | None:
-        given = {id(part) for part in [*node.args, *(word.value for word in node.keywords)]}
+    def _returned(self, node: ast.Call, function: FunctionOutline, frame: Frame, seen: Seen) -> str | None:
+        given = {id(part) for part in arguments_given(node)}
         dtypes = []
         for site in self.returns.get((id(frame), id(function)), ()):
             if all(id(argument) in given for argument in site.context.frame.arguments.values()):
                 assert isinstance(site.node, ast.Return)
                 dtypes.append(self.dtype(site.node.value, site.context, seen))
-        return self._common(dtypes) if dtypes else None
+        return _common(dtypes) if dtypes else None
 
 
 def layer_called(node: ast.Call, frame: Frame) -> str | None:
@@ -281,27 +237,30 @@ def layer_called(node: ast.Call, frame: Frame) -> str | None:
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _of_model(node: ast.Call, context: EventContext) -> str | None:
-    name = dotted_text(node.func)
-    autocast = context.autocast
-    if name is None or autocast is None or not autocast.surely_fp16:
-        return None
-    return LIKELY_HALF if MODEL_NAME.search(name.rpartition(".")[2]) else None
+def _in_fp16(context: EventContext) -> bool:
+    return context.autocast is not None and context.autocast.surely_fp16
 
 
-def _held(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield the expressions that a statement may bind to a name, as ``Frame.values`` returns them."""
+def _common(dtypes: list[str | None]) -> str | None:
+    """Return the dtype that all have, else None; HALF and LIKELY_HALF give LIKELY_HALF."""
+    different = set(dtypes)
+    if different == {HALF, LIKELY_HALF}:
+        return LIKELY_HALF
+    return dtypes[0] if len(different) == 1 else None
+
+
+def _held(node: ast.AST) -> list[ast.expr]:
+    """Return the expressions that a statement may bind to a name, as ``Frame.values`` returns them."""
     value = getattr(node, "value", None)
-    pending = [value] if isinstance(value, ast.expr) else []
-    while pending:
-        part = pending.pop()
-        yield part
+    found = [value] if isinstance(value, ast.expr) else []
+    for part in found:  # the list grows during the loop
         if isinstance(part, ast.Tuple | ast.List):
-            pending += part.elts
+            found += part.elts
         elif isinstance(part, ast.IfExp):
-            pending += [part.body, part.orelse]
+            found += [part.body, part.orelse]
         elif isinstance(part, ast.BoolOp):
-            pending += part.values
+            found += part.values
+    return found
 
 
 def _is_number(node: ast.expr | None, frame: Frame, depth: int = 0) -> bool:
@@ -322,17 +281,14 @@ def _is_number(node: ast.expr | None, frame: Frame, depth: int = 0) -> bool:
         name = frame.qualified(node.func) or dotted_text(node.func) or ""
         sized = isinstance(node.func, ast.Attribute) and node.func.attr in ("size", "numel", "dim") and bool(node.args)
         return sized or name.startswith(("math.", "numpy.")) or name in ("float", "int", "len")
-    return isinstance(node, ast.Name | ast.Attribute) and _named_number(node, frame, depth)
+    return isinstance(node, ast.Name | ast.Attribute) and _names_number(node, frame, depth)
 
 
-def _named_number(node: ast.Name | ast.Attribute, frame: Frame, depth: int) -> bool:
+def _names_number(node: ast.Name | ast.Attribute, frame: Frame, depth: int) -> bool:
     # Parameters of constructors are sizes and rates; tensors are passed to other methods.
     if isinstance(node, ast.Name) and node.id in frame.function.params and frame.function.name == "__init__":
         return True
     if isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Name):
         return False
     values = frame.values(node)
-    followed = [value for value in values if value.node is not node]
-    return len(followed) == len(values) > 0 and all(
-        _is_number(value.node, value.frame, depth + 1) for value in followed
-    )
+    return bool(values) and all(value is not node and _is_number(value, home, depth + 1) for value, home in values)

@@ -10,24 +10,6 @@ import re
 
 from ampwise.check.source.lazy_pattern import LazyPattern
 
-__all__ = [
-    "AUTOCASTS",
-    "BF16",
-    "CLIPS",
-    "DTYPES",
-    "FP16",
-    "FP32",
-    "FRAMEWORKS",
-    "GRAD_SCALERS",
-    "MODEL",
-    "OPTIMIZER",
-    "SAYS_FP16",
-    "SCALER",
-    "SCHEDULER",
-    "role_of_constructor",
-    "role_of_name",
-]
-
 SCALER, OPTIMIZER, SCHEDULER, MODEL = "scaler", "optimizer", "scheduler", "model"
 FP16, BF16, FP32 = "float16", "bfloat16", "float32"
 
@@ -73,21 +55,8 @@ SAYS_FP16 = (
 
 # Packages that do the training step themselves: they scale, unscale and skip.
 FRAMEWORKS = (
-    "accelerate",
-    "pytorch_lightning",
-    "lightning",
-    "lightning_fabric",
-    "deepspeed",
-    "apex",
-    "mmcv",
-    "mmengine",
-    "fastai",
-    "ignite",
-    "composer",
-    "colossalai",
-    "keras",
-    "megatron",
-    "catalyst",
+    *("accelerate", "pytorch_lightning", "lightning", "lightning_fabric", "deepspeed", "apex", "mmcv", "mmengine"),
+    *("fastai", "ignite", "composer", "colossalai", "keras", "megatron", "catalyst"),
 )
 
 OPTIMIZER_CLASS = LazyPattern(

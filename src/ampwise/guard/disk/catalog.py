@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,7 @@ from typing import Any
 from ampwise.errors import BadInput
 from ampwise.finding.strict_json import dumps, loads
 from ampwise.finding.terminal import printable
-from ampwise.guard.disk.durable_files import (
-    checksum,
-    holds_only_checkpoint_files,
-    remove_checkpoint_folder,
-    sync_folder,
-)
-from ampwise.guard.disk.layout import (
+from ampwise.guard.disk.manifest import (
     CHECKPOINT_FILE,
     FOLDER,
     LARGEST_MANIFEST,
@@ -30,11 +25,10 @@ from ampwise.guard.disk.layout import (
     MANIFEST,
     MARK,
     SEAL,
-    plain_file,
+    CheckpointManifest,
+    DamagedCheckpoint,
     temporary_folder,
-    tensors_file,
 )
-from ampwise.guard.disk.manifest import CheckpointManifest, DamagedCheckpoint
 from ampwise.runs.files import open_regular, write_atomically
 
 __all__ = [
@@ -52,6 +46,8 @@ __all__ = [
 CHANGED = "has changed since it was written: its checksum differs"
 LONGEST_REASON = 500
 HIDDEN_BY_NFS = ".nfs"  # prefix that NFS gives a file that was removed while it was open
+CHUNK = 4_000_000  # bytes read at a time
+CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EISDIR}  # file systems that cannot sync folders
 BEING_WRITTEN: set[Path] = set()  # folders this process is writing in the background: not leftovers
 
 
@@ -84,7 +80,13 @@ def checkpoints(directory: str | Path) -> list[SavedCheckpoint]:
     except OSError as error:
         raise BadInput(f"{home} cannot be read: {error.strerror or error}. Name a folder of checkpoints.") from error
     found = [_checkpoint(home / name, int(match[1])) for name in names if (match := FOLDER.fullmatch(name))]
-    return sorted(found, key=lambda each: (_order(each, found), each.step, each.path.name), reverse=True)
+
+    def order(checkpoint: SavedCheckpoint) -> float:
+        """Return its number; if that is unreadable, one derived from its step."""
+        before = (each.number for each in found if each.step <= checkpoint.step)
+        return checkpoint.number or max(before, default=0) + 0.5
+
+    return sorted(found, key=lambda each: (order(each), each.step, each.path.name), reverse=True)
 
 
 def next_number(directory: str | Path) -> int:
@@ -100,43 +102,24 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     return CheckpointManifest.parse(data)
 
 
-def checkpoint_from_manifest(
-    folder: Path, manifest: CheckpointManifest, *, good: bool = False, trouble: str = "", undone: bool = False
-) -> SavedCheckpoint:
-    return SavedCheckpoint(
-        path=folder,
-        step=manifest.step,
-        number=manifest.number,
-        saved=manifest.saved,
-        bytes=sum(file.bytes for file in manifest.files.values()),
-        world_size=manifest.world_size,
-        about=manifest.about,
-        good=good,
-        trouble=trouble,
-        undone=undone,
-    )
-
-
-def _order(checkpoint: SavedCheckpoint, found: Sequence[SavedCheckpoint]) -> float:
-    """Return the sort key of a checkpoint: its number, or a number derived from its step if that is unreadable."""
-    if checkpoint.number:
-        return checkpoint.number
-    return max((each.number for each in found if each.step <= checkpoint.step), default=0) + 0.5
+def checkpoint_from_manifest(folder: Path, manifest: CheckpointManifest) -> SavedCheckpoint:
+    size = sum(file.bytes for file in manifest.files.values())
+    facts = manifest.step, manifest.number, manifest.saved, size, manifest.world_size, manifest.about
+    return SavedCheckpoint(folder, *facts, good=False, trouble="")
 
 
 def _checkpoint(folder: Path, step: int) -> SavedCheckpoint:
-    manifest, undone = None, False
+    found = SavedCheckpoint(folder, step, 0, 0.0, 0, 0, {}, good=False, trouble="")
     try:
         if not stat.S_ISDIR(folder.lstat().st_mode):
             raise DamagedCheckpoint("expected a folder, got a link or a file.")
         manifest = read_manifest(folder)
+        found = checkpoint_from_manifest(folder, manifest)
         _check_sizes(folder, manifest)
         good, trouble, undone = _mark(folder)
     except (DamagedCheckpoint, OSError) as error:
-        good, trouble = False, printable(str(error))
-    if manifest is None:
-        return SavedCheckpoint(folder, step, 0, 0.0, 0, 0, {}, False, trouble)
-    return checkpoint_from_manifest(folder, manifest, good=good, trouble=trouble, undone=undone)
+        return dataclasses.replace(found, trouble=printable(str(error)))
+    return dataclasses.replace(found, good=good, trouble=trouble, undone=undone)
 
 
 def _check_sizes(folder: Path, manifest: CheckpointManifest) -> None:
@@ -173,29 +156,36 @@ def _bytes(folder: Path, name: str, largest: int) -> bytes:
 # --- verifying -----------------------------------------------------------------------------------------------------
 
 
-def verify(checkpoint: SavedCheckpoint, *, share: int = 0, of: int = 1) -> None:
-    """Read all files and compare their checksums; raise Damaged for the first that differs.
-
-    share, of: rank and number of ranks that verify the checkpoint together. Each rank reads some of the files, and rank
-    0 also checks all names and sizes. The checkpoint is complete if no rank raises.
-    """
+def verify(checkpoint: SavedCheckpoint) -> None:
+    """Read all files and compare their checksums; raise Damaged for the first that differs."""
     manifest = read_manifest(checkpoint.path)
-    if share == 0:
-        _check_sizes(checkpoint.path, manifest)
-    for rank in range(share, manifest.world_size, of):
-        for name in (tensors_file(rank), plain_file(rank)):
-            verify_file(checkpoint.path, name, manifest)
+    _check_sizes(checkpoint.path, manifest)
+    for name, file in manifest.files.items():
+        try:
+            found = checksum(checkpoint.path / name, file.bytes)
+        except OSError as error:
+            raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror or error}.") from error
+        if found != file.sha256:
+            raise DamagedCheckpoint(f"{name} {CHANGED}.")
 
 
-def verify_file(folder: Path, name: str, manifest: CheckpointManifest) -> None:
-    """Compare the checksum of one file; raise Damaged if it differs."""
-    file = manifest.files[name]
-    try:
-        found = checksum(folder / name, file.bytes)
-    except OSError as error:
-        raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror or error}.") from error
-    if found != file.sha256:
-        raise DamagedCheckpoint(f"{name} {CHANGED}.")
+def checksum(path: Path, size: int, *, from_disk: bool = False) -> str:
+    """Return the SHA-256 of a regular file of ``size`` bytes; raise OSError if it has another size.
+
+    from_disk: drop the page cache first, so that the data is read from the disk.
+    """
+    digest, buffer, seen = hashlib.sha256(), memoryview(bytearray(min(CHUNK, max(size, 1)))), 0
+    with open_regular(path, os.O_RDONLY, "rb", buffering=0) as file:
+        found = os.fstat(file.fileno()).st_size
+        if found != size:
+            raise OSError(errno.EIO, f"it has {found:,} bytes, expected {size:,}")
+        if from_disk and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while seen <= size and (count := file.readinto(buffer)):  # type: ignore[attr-defined]
+            digest.update(buffer[:count])  # releases the GIL, as reading does
+            seen += count
+    return digest.hexdigest()
 
 
 # --- marking -------------------------------------------------------------------------------------------------------
@@ -237,6 +227,20 @@ def _mark(folder: Path) -> tuple[bool, str, bool]:
     raise DamagedCheckpoint(f"{MARK} is damaged: expected good=true, or good=false and a reason.")
 
 
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable: a file's fsync does not, and a power cut could undo a rename."""
+    if os.name == "nt":  # folders cannot be synced
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in CANNOT_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
 # --- pruning -------------------------------------------------------------------------------------------------------
 
 
@@ -252,8 +256,21 @@ def prune(directory: str | Path, keep: int, spared: Collection[Path] = ()) -> li
         raise BadInput(f"prune(keep={keep}): expected 1 or more.")
     home = Path(directory)
     gone = clear_leftovers(home)
-    outdated = [old for old in _to_prune(checkpoints(home), keep) if old.path not in spared]
-    gone += [old.path for old in outdated if holds_only_checkpoint_files(old.path) and _remove(old)]
+    found = checkpoints(home)
+    whole = [each for each in found if not each.trouble]
+    newest_good = next((each for each in whole if each.good), None)
+    for old in found[found.index(whole[keep - 1]) + 1 :] if len(whole) >= keep else ():
+        is_kept = old is newest_good or not old.number or old.path in spared
+        if is_kept or not _holds_only_checkpoint_files(old.path):
+            continue
+        # Rename, then remove, so that a kill does not leave half a checkpoint under a valid name.
+        leaving = temporary_folder(home, old.step, "old")
+        try:
+            old.path.rename(leaving)
+        except OSError:
+            continue
+        _remove_folder(leaving)
+        gone.append(old.path)
     if gone:
         with contextlib.suppress(OSError):  # a folder that reappears after a power cut is removed next time
             sync_folder(home)
@@ -262,34 +279,30 @@ def prune(directory: str | Path, keep: int, spared: Collection[Path] = ()) -> li
 
 def clear_leftovers(directory: Path) -> list[Path]:
     """Remove leftovers of writes that were killed; return what was removed."""
-    return [path for path in _leftovers(directory) if remove_checkpoint_folder(path)]
-
-
-def _to_prune(found: Sequence[SavedCheckpoint], keep: int) -> Iterator[SavedCheckpoint]:
-    whole = [each for each in found if not each.trouble]
-    newest_good = next((each for each in whole if each.good), None)
-    if len(whole) < keep:
-        return
-    oldest_kept = found.index(whole[keep - 1])
-    for each in found[oldest_kept + 1 :]:
-        if each is not newest_good and each.number:
-            yield each
-
-
-def _remove(checkpoint: SavedCheckpoint) -> bool:
-    """Rename, then remove, so that a kill does not leave half a checkpoint under a valid name."""
-    leaving = temporary_folder(checkpoint.path.parent, checkpoint.step, "old")
     try:
-        checkpoint.path.rename(leaving)
-    except OSError:
-        return False
-    remove_checkpoint_folder(leaving)
-    return True
-
-
-def _leftovers(home: Path) -> list[Path]:
-    try:
-        names = os.listdir(home)  # noqa: PTH208
+        names = os.listdir(directory)  # noqa: PTH208
     except OSError:
         return []
-    return [home / name for name in sorted(names) if LEFTOVER.fullmatch(name) and home / name not in BEING_WRITTEN]
+    found = [directory / name for name in sorted(names) if LEFTOVER.fullmatch(name)]
+    return [path for path in found if path not in BEING_WRITTEN and _remove_folder(path)]
+
+
+def _holds_only_checkpoint_files(folder: Path) -> bool:
+    """Whether this is a folder (not a link) that contains only checkpoint files."""
+    try:
+        names = os.listdir(folder)  # noqa: PTH208
+        return stat.S_ISDIR(folder.lstat().st_mode) and all(map(CHECKPOINT_FILE.fullmatch, names))
+    except OSError:
+        return False
+
+
+def _remove_folder(folder: Path) -> bool:
+    """Remove a folder if it contains only checkpoint files; return whether it is gone. Links are not followed."""
+    if not _holds_only_checkpoint_files(folder):
+        return False
+    with contextlib.suppress(OSError):
+        for path in list(folder.iterdir()):
+            path.unlink()
+        folder.rmdir()
+        return True
+    return False

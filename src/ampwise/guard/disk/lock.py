@@ -16,11 +16,11 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 from ampwise.errors import BadInput
 from ampwise.finding.terminal import printable
-from ampwise.guard.disk.layout import LOCK
+from ampwise.guard.disk.manifest import LOCK
 from ampwise.runs.files import open_regular, write_atomically
 
 __all__ = ["DirectoryLock"]
@@ -32,12 +32,6 @@ BEAT_S = 20.0  # between two touches of the file, without flock
 DEAD_AFTER_S = 120.0  # without a touch
 UNKNOWN_START = "?"  # start time of a process, if the system does not report it
 SETTLED_AFTER_S = 0.3  # time in which another process that takes over at the same moment would show up
-
-
-class _Held(Protocol):
-    def fileno(self) -> int: ...
-
-    def close(self) -> None: ...
 
 
 class LockHolder(NamedTuple):
@@ -54,7 +48,7 @@ class DirectoryLock:
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
         self._path = self._directory / LOCK
-        self._file: _Held | None = None
+        self._file: IO[bytes] | None = None
         self._token = ""  # distinguishes this lock from others of the same process
         self._stopped = threading.Event()
         self.stale = False
@@ -97,7 +91,8 @@ class DirectoryLock:
             holder = _parsed(file.read(LARGEST))
             if locked is False or (locked is None and _lives(holder, self._path)):
                 raise BadInput(_refusal(self._directory, holder))
-            facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time(), "born": _born_here()}
+            born = _born(os.getpid()) if os.name == "posix" else UNKNOWN_START  # on Windows os.kill would end it
+            facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time(), "born": born}
             self._token = facts["token"] = secrets.token_hex(8)
             text = json.dumps(facts).encode()
             if locked:
@@ -207,10 +202,6 @@ def _born(pid: int) -> str | None:
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return UNKNOWN_START
-
-
-def _born_here() -> str | None:
-    return _born(os.getpid()) if os.name == "posix" else UNKNOWN_START  # on Windows os.kill would end it
 
 
 def _holder_of(holder: dict[str, Any]) -> LockHolder:

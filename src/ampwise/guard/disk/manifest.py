@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, which is validated completely before any other file is opened.
+"""The files of a checkpoint: their names, and the manifest, which is validated before any other file is opened.
 
 A manifest is untrusted. Only known file names are allowed, numbers must be numbers, and the pieces of each tensor must
 cover it exactly, so that nothing is allocated or read that is not there.
@@ -7,24 +7,48 @@ cover it exactly, so that nothing is allocated or read that is not there.
 from __future__ import annotations
 
 import math
+import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ampwise.errors import BadInput
 from ampwise.finding.strict_json import dumps, loads
-from ampwise.guard.disk.layout import (
-    FORMAT,
-    MANIFEST,
-    MOST_PARTS,
-    MOST_RANKS,
-    RANK_FILE,
-    VERSION,
-    plain_file,
-    tensors_file,
-)
 
-__all__ = ["CheckpointManifest", "DamagedCheckpoint", "StoredFile", "StoredTensor", "TensorPiece"]
+__all__ = [
+    "CheckpointManifest",
+    "DamagedCheckpoint",
+    "StoredFile",
+    "StoredTensor",
+    "TensorPiece",
+    "folder_name",
+    "plain_file",
+    "temporary_folder",
+    "tensors_file",
+]
+
+FORMAT = "ampwise-checkpoint"
+VERSION = 3  # version 2 had two ways to store tensors in plain data
+MANIFEST = "checkpoint.json"  # files, their sizes and checksums, and where each tensor is; written last
+SEAL = "checkpoint.sha256"  # checksum of the manifest, in the format of sha256sum
+MARK = "mark.json"  # added later: good, or not to be resumed
+LOCK = "lock"  # next to the checkpoints: the run that writes here
+
+LARGEST_MANIFEST = 64_000_000  # bytes; a model of a few hundred tensors takes about 100,000
+LARGEST_PLAIN = 64_000_000
+MOST_PARTS = 3_000_000  # lists and objects in either file: in memory they take many times their bytes
+LARGEST_MARK = 10_000
+MOST_RANKS = 100_000
+
+FOLDER = re.compile(r"step-([0-9]{8,18})(?:-[0-9]{1,6})?")
+LEFTOVER = re.compile(r"\.step-[0-9]{8,18}\.[0-9a-f]{8}\.(?:new|old)")
+RANK_FILE = re.compile(r"tensors-[0-9]{5}\.safetensors|plain-[0-9]{5}\.json")
+# Files that may be removed with a checkpoint; .new: its process was killed while writing it.
+CHECKPOINT_FILE = re.compile(
+    rf"(?:{RANK_FILE.pattern}|{re.escape(MANIFEST)}|{re.escape(SEAL)}|{re.escape(MARK)})(?:\.new)?"
+)
 
 MOST_CUTS = 64  # rounds of splitting the pieces of a tensor; shards need one for each dimension
 MOST_DIMENSIONS = 64
@@ -32,6 +56,28 @@ MOST_VALUES = 2**56
 LONGEST_NAME = 4096
 LONGEST_NUMBER = 2**63
 MOST_NUMBER = 2**53  # highest checkpoint number, far from the limit of an integer
+
+
+def folder_name(step: int, attempt: int = 1) -> str:
+    """Return the folder name of a checkpoint; a step that is repeated after a rollback has several attempts.
+
+    >>> folder_name(100), folder_name(100, 2)
+    ('step-00000100', 'step-00000100-2')
+    """
+    return f"step-{step:08d}" if attempt == 1 else f"step-{step:08d}-{attempt}"
+
+
+def temporary_folder(directory: Path, step: int, ending: str) -> Path:
+    """Return a temporary folder name: ending ``new`` for a checkpoint being written, ``old`` for one being removed."""
+    return directory / f".{folder_name(step)}.{secrets.token_hex(4)}.{ending}"
+
+
+def tensors_file(rank: int) -> str:
+    return f"tensors-{rank:05d}.safetensors"
+
+
+def plain_file(rank: int) -> str:
+    return f"plain-{rank:05d}.json"
 
 
 class DamagedCheckpoint(BadInput):
@@ -117,10 +163,13 @@ class CheckpointManifest:
                 "Use the version of ampwise that wrote it."
             )
         try:
+            saved = facts["saved"] if isinstance(facts["saved"], float) else float(_count(facts["saved"]))
+            if not math.isfinite(saved):
+                raise DamagedCheckpoint(f"{MANIFEST} is damaged: invalid time {saved}.")
             return cls(
                 step=_count(facts["step"]),
                 number=_count(facts["number"], most=MOST_NUMBER),
-                saved=_time(facts["saved"]),
+                saved=saved,
                 world_size=_count(facts["world_size"], 1, MOST_RANKS),
                 about=_expect(dict, facts["about"]),
                 files={name: _file(name, each) for name, each in _expect(dict, facts["files"]).items()},
@@ -150,13 +199,6 @@ def _counts(value: Any) -> tuple[int, ...]:
     return tuple(_count(each) for each in _expect(list, value))
 
 
-def _time(value: Any) -> float:
-    time: float = value if isinstance(value, float) else float(_count(value))
-    if not math.isfinite(time):
-        raise DamagedCheckpoint(f"{MANIFEST} is damaged: invalid time {time}.")
-    return time
-
-
 def _name(value: Any) -> str:
     name: str = _expect(str, value)
     if not name or len(name) > LONGEST_NAME or not name.isprintable():
@@ -176,15 +218,12 @@ def _file(name: str, facts: Any) -> StoredFile:
 
 def _tensor(facts: Any) -> StoredTensor:
     facts = _fields(facts, StoredTensor._fields)
-    pieces = tuple(_piece(each) for each in _expect(list, facts["pieces"]))
-    return StoredTensor(_expect(str, facts["dtype"]), _counts(facts["shape"]), pieces)
-
-
-def _piece(facts: Any) -> TensorPiece:
-    facts = _fields(facts, TensorPiece._fields)
-    return TensorPiece(
-        _expect(str, facts["file"]), _name(facts["key"]), _counts(facts["offsets"]), _counts(facts["sizes"])
-    )
+    pieces = []
+    for each in _expect(list, facts["pieces"]):
+        piece = _fields(each, TensorPiece._fields)
+        file, key = _expect(str, piece["file"]), _name(piece["key"])
+        pieces.append(TensorPiece(file, key, _counts(piece["offsets"]), _counts(piece["sizes"])))
+    return StoredTensor(_expect(str, facts["dtype"]), _counts(facts["shape"]), tuple(pieces))
 
 
 def _fields(facts: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -208,17 +247,13 @@ def _check_pieces(name: str, tensor: StoredTensor, files: Mapping[str, StoredFil
             raise DamagedCheckpoint(
                 f"{shown} refers to {ascii(piece.file)[:80]}, which is not one of its files of tensors."
             )
-        if not _is_inside(piece, shape):
+        ends = [offset + size for offset, size in zip(piece.offsets, piece.sizes, strict=False)]
+        has_all = len(piece.offsets) == len(piece.sizes) == len(shape)
+        if not has_all or any(end > size for end, size in zip(ends, shape, strict=True)):
             raise DamagedCheckpoint(f"{shown} has a piece outside of its shape.")
     volume = sum(math.prod(piece.sizes) for piece in tensor.pieces)
     if not tensor.pieces or volume != math.prod(shape) or _overlap([p for p in tensor.pieces if math.prod(p.sizes)]):
         raise DamagedCheckpoint(f"{shown} has pieces that overlap or do not cover it.")
-
-
-def _is_inside(piece: TensorPiece, shape: Sequence[int]) -> bool:
-    if not len(piece.offsets) == len(piece.sizes) == len(shape):
-        return False
-    return all(offset + size <= whole for offset, size, whole in zip(piece.offsets, piece.sizes, shape, strict=True))
 
 
 def _overlap(pieces: Sequence[TensorPiece]) -> bool:

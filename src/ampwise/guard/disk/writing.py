@@ -1,12 +1,11 @@
 """Write a checkpoint: into a temporary folder, verified and sealed, and only then renamed into place.
 
-torch.distributed.checkpoint plans which rank writes what and coordinates the ranks; JSON replaces its pickles.
+Rank 0 plans which rank writes what. Each rank then writes two files, and rank 0 the manifest.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import hashlib
 import json
@@ -14,47 +13,60 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 from ampwise.errors import BadInput
 from ampwise.finding.strict_json import refuse_many
-from ampwise.guard.disk.catalog import BEING_WRITTEN, SavedCheckpoint, checkpoint_from_manifest, next_number
-from ampwise.guard.disk.durable_files import checksum, sync_folder
-from ampwise.guard.disk.layout import (
+from ampwise.guard.disk.catalog import (
+    BEING_WRITTEN,
+    SavedCheckpoint,
+    checkpoint_from_manifest,
+    checksum,
+    next_number,
+    sync_folder,
+)
+from ampwise.guard.disk.exchange import RankGroup
+from ampwise.guard.disk.manifest import (
     LARGEST_MANIFEST,
     LARGEST_PLAIN,
+    LONGEST_NAME,
     MANIFEST,
     MOST_PARTS,
     MOST_RANKS,
     SEAL,
+    CheckpointManifest,
+    StoredFile,
+    StoredTensor,
+    TensorPiece,
     folder_name,
     plain_file,
     temporary_folder,
     tensors_file,
 )
-from ampwise.guard.disk.manifest import LONGEST_NAME, CheckpointManifest, StoredFile, StoredTensor, TensorPiece
-from ampwise.guard.disk.rank_errors import checked_together, rank_in, readable_error, size_of
 from ampwise.runs.files import write_atomically
-from ampwise.runs.tensor_files import CODES, METADATA, refuse_unwritable, write_tensors
+from ampwise.runs.tensor_files import CODES, DTYPES, METADATA, refuse_unwritable, write_tensors
 
-__all__ = ["write_checkpoint"]
+__all__ = ["LocalPiece", "local_piece", "plan_pieces", "write_checkpoint"]
 
 MOST_ATTEMPTS = 100_000  # at one step
 SPARE_BYTES = 1_000_000  # bytes for the manifest and file system overhead
 LONGEST_LABEL = 1000  # characters for a piece's offsets after its tensor's name
+
+
+class LocalPiece(NamedTuple):
+    """The part of a tensor that a rank has: all of it, or its shard."""
+
+    name: str
+    dtype: str  # as in the header of a file of tensors
+    shape: tuple[int, ...]  # of the full tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    alike: bool  # all ranks that have this part have the same values
 
 
 def write_checkpoint(
@@ -76,39 +88,150 @@ def write_checkpoint(
     raise NotSaved (an OSError) or BadInput, and nothing is left on disk.
     """
     home = Path(directory)
-    planner, writer = (
-        _StagedPlanner(staged, alike),
-        _CheckpointWriter(home, step, about, rank_in(group), size_of(group)),
-    )
-
-    def check() -> None:
-        _check(step, live, staged)
-        writer.take(plain)
-
+    ranks = RankGroup(group, f"a checkpoint of step {step} cannot be written to {home}")
+    writer = _CheckpointWriter(home, step, ranks.rank)
     try:
-        checked_together(group, check)
-        metadata = _save(dict(live), planner, writer, group)
-    except (CheckpointException, Exception) as error:
-        raise readable_error(error, f"a checkpoint of step {step} cannot be written to {home}", group) from error
+        folder, keys = ranks.exchange(lambda: writer.check(live, staged, plain, frozenset(alike)), writer.plan)
+        mine = {key: staged[name] for key, name in keys.items()}
+        return ranks.exchange(lambda: writer.write(home / folder, mine), lambda files: writer.finish(files, about))
     finally:
         writer.clear()
-    written: SavedCheckpoint = metadata.storage_data
-    return written
 
 
-def _save(
-    live: dict[str, Any], planner: DefaultSavePlanner, writer: StorageWriter, group: dist.ProcessGroup | None
-) -> Metadata:
-    if group is not None:
-        saved: Metadata = save(live, storage_writer=writer, planner=planner, process_group=group)
-        return saved
-    # The same without a group: save() would warn about that, and in torch 2.6 use the default group.
-    planner.set_up_planner(live, is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    writer.finish(metadata, [writer.write_data(plan, planner).wait()])
-    return metadata
+class _CheckpointWriter:
+    """The steps of writing a checkpoint: all ranks check and write; rank 0 plans before, and finishes after that."""
+
+    def __init__(self, home: Path, step: int, rank: int) -> None:
+        self._home, self._step, self._rank = home, step, rank
+        self._plain = b""
+        self._aside: Path | None = None  # temporary folder, only on rank 0
+        self._planned: dict[str, StoredTensor] = {}
+
+    def check(
+        self, live: Mapping[str, Tensor], staged: Mapping[str, Tensor], plain: Any, alike: Collection[str]
+    ) -> tuple[list[LocalPiece], int]:
+        """Return the pieces that this rank has, and the size of its plain data."""
+        _check(self._step, live, staged)
+        try:
+            self._plain = json.dumps(plain, allow_nan=False).encode()
+            refuse_many(self._plain, MOST_PARTS)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadInput(f"the plain data cannot be written as JSON: {error}.") from error
+        size = len(self._plain)
+        if size > LARGEST_PLAIN:
+            raise BadInput(f"the plain data has {size:,} bytes as JSON; the limit is {LARGEST_PLAIN:,}.")
+        pieces = [local_piece(name, tensor, alike=name in alike) for name, tensor in live.items()]
+        for piece in pieces:
+            found = tuple(staged[piece.name].shape)
+            if found != piece.sizes:
+                raise BadInput(f"{piece.name!r} is staged with shape {found}, expected {piece.sizes} on this rank.")
+        return pieces, size
+
+    def plan(self, everyone: Sequence[tuple[list[LocalPiece], int]]) -> list[tuple[str, dict[str, str]]]:
+        """Create the folder; return its name and, for each rank, the tensors to write: key in the file, and name."""
+        if len(everyone) > MOST_RANKS:
+            raise BadInput(f"a checkpoint of {len(everyone)} ranks; the limit is {MOST_RANKS:,}.")
+        self._planned = plan_pieces([pieces for pieces, _ in everyone])
+        keys: dict[str, dict[str, str]] = {tensors_file(rank): {} for rank in range(len(everyone))}
+        needed = SPARE_BYTES + sum(size for _, size in everyone)
+        for name, tensor in self._planned.items():
+            for piece in tensor.pieces:
+                if keys[piece.file].setdefault(piece.key, name) != name:
+                    raise BadInput("two tensors, or pieces of them, have the same name in a file.")
+                needed += math.prod(piece.sizes) * DTYPES[tensor.dtype].itemsize
+        self._home.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._home).free
+        if needed > free:
+            raise OSError(errno.ENOSPC, f"it needs about {needed:,} bytes, and {free:,} are free")
+        self._aside = temporary_folder(self._home, self._step, "new")
+        BEING_WRITTEN.add(self._aside)
+        self._aside.mkdir()
+        return [(self._aside.name, keys[tensors_file(rank)]) for rank in range(len(everyone))]
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, StoredFile]:
+        """Write this rank's files, and read them back."""
+        if not folder.is_dir():
+            raise OSError(errno.ENOENT, f"{folder}, which rank 0 created, is not here: all ranks must share a disk")
+        written = write_tensors(folder / tensors_file(self._rank), tensors)
+        write_atomically(folder / plain_file(self._rank), [self._plain])
+        files = {
+            tensors_file(self._rank): StoredFile(written.size, written.sha256),
+            plain_file(self._rank): StoredFile(len(self._plain), hashlib.sha256(self._plain).hexdigest()),
+        }
+        for name, file in files.items():
+            if checksum(folder / name, file.bytes, from_disk=True) != file.sha256:
+                raise OSError(errno.EIO, f"{name} differs from what was written when read back")
+        sync_folder(folder)
+        return files
+
+    def finish(self, everyone: Sequence[dict[str, StoredFile]], about: Mapping[str, Any]) -> list[SavedCheckpoint]:
+        """Write the manifest and rename the folder; return the checkpoint for each rank."""
+        assert self._aside is not None
+        files = {name: file for written in everyone for name, file in written.items()}
+        number = next_number(self._home)
+        manifest = CheckpointManifest(self._step, number, time.time(), len(everyone), dict(about), files, self._planned)
+        text = manifest.text().encode()
+        if len(text) > LARGEST_MANIFEST:
+            raise BadInput(f"the manifest has {len(text):,} bytes; the limit is {LARGEST_MANIFEST:,}.")
+        CheckpointManifest.parse(text)  # it must be readable
+        write_atomically(self._aside / MANIFEST, [text])
+        write_atomically(self._aside / SEAL, [f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()])
+        sync_folder(self._aside)
+        path = _put_in_place(self._aside, self._home, self._step)
+        return [checkpoint_from_manifest(path, manifest)] * len(everyone)
+
+    def clear(self) -> None:
+        """Remove the temporary folder if it is still there: the checkpoint is incomplete then."""
+        if self._aside is not None:
+            shutil.rmtree(self._aside, ignore_errors=True)
+            BEING_WRITTEN.discard(self._aside)
+
+
+# --- planning ------------------------------------------------------------------------------------------------------
+
+
+def local_piece(name: str, tensor: Tensor, *, alike: bool = False) -> LocalPiece:
+    """Return which part of a tensor this rank has."""
+    shape, code = tuple(tensor.shape), CODES[tensor.dtype]
+    if not hasattr(tensor, "__create_chunk_list__"):
+        return LocalPiece(name, code, shape, (0,) * len(shape), shape, alike)
+    (chunk,) = tensor.__create_chunk_list__()  # torch.distributed.checkpoint's own protocol for DTensors
+    # A part of a DTensor that several ranks have is a replica.
+    return LocalPiece(name, code, shape, tuple(chunk.offsets), tuple(chunk.sizes), True)
+
+
+def plan_pieces(everyone: Sequence[Sequence[LocalPiece]]) -> dict[str, StoredTensor]:
+    """Decide which rank writes each piece; given the pieces that each rank has, in rank order.
+
+    Of ranks that have the same values, the one that has least to write so far writes them. Rank 0 writes tensors that
+    may differ, such as running means, as DDP uses rank 0's; and single numbers, such as an optimizer's step counters:
+    all ranks read them, and each rank reads every file that it needs completely.
+    """
+    holders: dict[LocalPiece, list[int]] = {}
+    differing: set[str] = set()  # names of tensors that may differ: the first rank that has one writes it
+    for rank, pieces in enumerate(everyone):
+        for piece in pieces:
+            # An empty shard has nothing to write, and its offsets may be those of another shard.
+            is_empty_shard = math.prod(piece.sizes) == 0 < math.prod(piece.shape)
+            if piece.name not in differing and not is_empty_shard:
+                holders.setdefault(piece, []).append(rank)
+        differing.update(piece.name for piece in pieces if not piece.alike)
+    load = [0] * len(everyone)
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    planned: dict[str, list[TensorPiece]] = {}
+    for piece, ranks in holders.items():
+        any_of_them = piece.alike and math.prod(piece.shape) > 1
+        writer = min(ranks, key=lambda rank: (load[rank], rank)) if any_of_them else ranks[0]
+        load[writer] += math.prod(piece.sizes) * DTYPES[piece.dtype].itemsize
+        key = piece.name
+        if piece.sizes != piece.shape:
+            ranges = zip(piece.offsets, piece.sizes, strict=True)
+            key += f" [{', '.join(f'{offset}:{offset + size}' for offset, size in ranges)}]"
+        if kinds.setdefault(piece.name, (piece.dtype, piece.shape)) != (piece.dtype, piece.shape):
+            raise BadInput(f"{piece.name!r} has another dtype or shape on rank {writer} than on others.")
+        stored = TensorPiece(tensors_file(writer), key, piece.offsets, piece.sizes)
+        planned.setdefault(piece.name, []).append(stored)
+    return {name: StoredTensor(*kinds[name], tuple(pieces)) for name, pieces in planned.items()}
 
 
 # --- checks --------------------------------------------------------------------------------------------------------
@@ -132,222 +255,12 @@ def _check(step: int, live: Mapping[str, Tensor], staged: Mapping[str, Tensor]) 
         refuse_unwritable(repr(name), tensor)
 
 
-def _as_json(plain: Any) -> bytes:
-    try:
-        data = json.dumps(plain, allow_nan=False).encode()
-        refuse_many(data, MOST_PARTS)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise BadInput(f"the plain data cannot be written as JSON: {error}.") from error
-    if len(data) > LARGEST_PLAIN:
-        raise BadInput(f"the plain data has {len(data):,} bytes as JSON; the limit is {LARGEST_PLAIN:,}.")
-    return data
-
-
-class _StagedPlanner(DefaultSavePlanner):
-    """Plans with the live tensors, and writes the staged ones."""
-
-    def __init__(self, staged: Mapping[str, Tensor], alike: Collection[str]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._staged, self._alike = staged, frozenset(alike)
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        # An empty shard has nothing to write, and its offsets may be those of another shard.
-        return dataclasses.replace(plan, items=[item for item in plan.items if _has_values(item)])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return super().create_global_plan(self._without_duplicates(all_plans))
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._staged[index.fqn]
-
-    def _is_written_once(self, item: WriteItem) -> bool:
-        """Whether the first rank that has this full tensor has to write it."""
-        facts = item.tensor_data
-        is_number = facts is not None and math.prod(facts.size) <= 1
-        return item.type == WriteItemType.TENSOR and (is_number or item.index.fqn not in self._alike)
-
-    def _without_duplicates(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Let the first rank that has an unsharded tensor write it.
-
-        Each rank has its own buffers, such as running means, and DDP uses rank 0's. All ranks read scalars, such as an
-        optimizer's step counters, and each rank verifies every file that it reads from completely.
-        """
-        seen: set[str] = set()
-        kept = []
-        for plan in plans:
-            whole = {item.index.fqn for item in plan.items if self._is_written_once(item)}
-            kept.append(
-                dataclasses.replace(plan, items=[item for item in plan.items if item.index.fqn not in whole & seen])
-            )
-            seen |= whole
-        return kept
-
-
-def _has_values(item: WriteItem) -> bool:
-    facts = item.tensor_data
-    return facts is None or math.prod(facts.chunk.sizes) > 0 or math.prod(facts.size) == 0
-
-
-# --- writing -------------------------------------------------------------------------------------------------------
-
-
-class _RankOutput(NamedTuple):
-    """Files and pieces that a rank has written."""
-
-    files: dict[str, StoredFile]
-    pieces: list[tuple[str, TensorPiece]]
-
-
-class _CheckpointWriter(StorageWriter):
-    """Writes two files per rank; rank 0 also writes the manifest and renames the folder into place."""
-
-    def __init__(self, home: Path, step: int, about: Mapping[str, Any], rank: int, world_size: int) -> None:
-        self._home, self._step, self._about = home, step, about
-        self._rank, self._world_size = rank, world_size
-        self._plain = b""
-        self._aside: Path | None = None  # only on rank 0, which creates and removes it
-
-    def take(self, plain: Any) -> None:
-        """Set this rank's plain data."""
-        self._plain = _as_json(plain)
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False  # a writer belongs to one checkpoint
-
-    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        if not is_coordinator:
-            return
-        if self._world_size > MOST_RANKS:
-            raise BadInput(f"a checkpoint of {self._world_size} ranks; the limit is {MOST_RANKS:,}.")
-        self._home.mkdir(parents=True, exist_ok=True)
-        self._aside = temporary_folder(self._home, self._step, "new")
-        BEING_WRITTEN.add(self._aside)
-        self._aside.mkdir()
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check the free disk space, and send the name of the folder to all ranks with their plans."""
-        assert self._aside is not None
-        needed = sum(map(_size, plans)) + len(self._plain) * len(plans) + SPARE_BYTES
-        free = shutil.disk_usage(self._home).free
-        if needed > free:
-            raise OSError(errno.ENOSPC, f"it needs about {needed:,} bytes, and {free:,} are free")
-        return [dataclasses.replace(plan, storage_data=self._aside.name) for plan in plans]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        folder = self._home / plan.storage_data
-        if not folder.is_dir():
-            raise OSError(errno.ENOENT, f"{folder}, which rank 0 created, is not here: all ranks must share a disk")
-        pieces = [(item.index.fqn, _piece(item, tensors_file(self._rank))) for item in plan.items]
-        tensors = {
-            piece.key: _value(planner.resolve_data(item), item)
-            for item, (_, piece) in zip(plan.items, pieces, strict=True)
-        }
-        if len(tensors) < len(pieces):
-            raise BadInput("two tensors, or pieces of them, have the same name in a file.")
-        written = write_tensors(folder / tensors_file(self._rank), tensors)
-        write_atomically(folder / plain_file(self._rank), [self._plain])
-        files = {
-            tensors_file(self._rank): StoredFile(written.size, written.sha256),
-            plain_file(self._rank): StoredFile(len(self._plain), hashlib.sha256(self._plain).hexdigest()),
-        }
-        _verify_files(folder, files)
-        sync_folder(folder)
-        return _done([WriteResult(MetadataIndex(""), written.size, _RankOutput(files, pieces))])
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest on rank 0 after all ranks have written; ``metadata`` then reaches all ranks."""
-        assert self._aside is not None
-        manifest = self._manifest(metadata, [result.storage_data for (result,) in results])
-        text = manifest.text().encode()
-        if len(text) > LARGEST_MANIFEST:
-            raise BadInput(f"the manifest has {len(text):,} bytes; the limit is {LARGEST_MANIFEST:,}.")
-        CheckpointManifest.parse(text)  # it must be readable
-        write_atomically(self._aside / MANIFEST, [text])
-        write_atomically(self._aside / SEAL, [f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()])
-        sync_folder(self._aside)
-        metadata.storage_data = checkpoint_from_manifest(_put_in_place(self._aside, self._home, self._step), manifest)
-
-    def clear(self) -> None:
-        """Remove the temporary folder if it is still there: the checkpoint is incomplete then."""
-        if self._aside is not None:
-            shutil.rmtree(self._aside, ignore_errors=True)
-            BEING_WRITTEN.discard(self._aside)
-
-    def _manifest(self, metadata: Metadata, shares: list[_RankOutput]) -> CheckpointManifest:
-        pieces: dict[str, list[TensorPiece]] = {}
-        for share in shares:
-            for name, piece in share.pieces:
-                pieces.setdefault(name, []).append(piece)
-        return CheckpointManifest(
-            step=self._step,
-            number=next_number(self._home),
-            saved=time.time(),
-            world_size=self._world_size,
-            about=dict(self._about),
-            files={name: file for share in shares for name, file in share.files.items()},
-            tensors={name: _stored(metadata, name, found) for name, found in pieces.items()},
-        )
-
-
-def _stored(metadata: Metadata, name: str, pieces: list[TensorPiece]) -> StoredTensor:
-    facts = metadata.state_dict_metadata[name]
-    assert isinstance(facts, TensorStorageMetadata)
-    return StoredTensor(CODES[facts.properties.dtype], tuple(facts.size), tuple(pieces))
-
-
-def _piece(item: WriteItem, file: str) -> TensorPiece:
-    if item.tensor_data is None:
-        raise BadInput(f"{item.index.fqn!r} is not a tensor; put it in the plain data.")
-    offsets, sizes = tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)
-    if sizes == tuple(item.tensor_data.size):
-        return TensorPiece(file, item.index.fqn, offsets, sizes)
-    place = ", ".join(f"{offset}:{offset + size}" for offset, size in zip(offsets, sizes, strict=True))
-    return TensorPiece(file, f"{item.index.fqn} [{place}]", offsets, sizes)
-
-
-def _value(tensor: Any, item: WriteItem) -> Tensor:
-    assert isinstance(tensor, Tensor)
-    assert item.tensor_data is not None
-    if tensor.shape != torch.Size(item.tensor_data.chunk.sizes):
-        raise BadInput(
-            f"{item.index.fqn!r} is staged with shape {tuple(tensor.shape)}, expected "
-            f"{tuple(item.tensor_data.chunk.sizes)} on this rank."
-        )
-    return tensor
-
-
-def _size(plan: SavePlan) -> int:
-    items = (item.tensor_data for item in plan.items)
-    return sum(math.prod(facts.chunk.sizes) * facts.properties.dtype.itemsize for facts in items if facts is not None)
-
-
-def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:
-    future: Future[list[WriteResult]] = Future()
-    future.set_result(results)
-    return future
-
-
-# --- verifying and renaming ----------------------------------------------------------------------------------------
-
-
-def _verify_files(folder: Path, files: Mapping[str, StoredFile]) -> None:
-    """Read the files back, from the disk where the system allows that, and compare checksums."""
-    for name, file in files.items():
-        if checksum(folder / name, file.bytes, from_disk=True) != file.sha256:
-            raise OSError(errno.EIO, f"{name} differs from what was written when read back")
-
-
 def _put_in_place(folder: Path, home: Path, step: int) -> Path:
     """Rename the folder to a free name and sync; undo the rename if the sync fails."""
-    for path in _free_paths(home, step):
+    for attempt in range(1, MOST_ATTEMPTS + 1):
+        path = home / folder_name(step, attempt)
+        if os.path.lexists(path):
+            continue
         try:
             folder.rename(path)
         except OSError:  # another process took the name
@@ -362,8 +275,3 @@ def _put_in_place(folder: Path, home: Path, step: int) -> Path:
             raise
         return path
     raise BadInput(f"{home} already has {MOST_ATTEMPTS} checkpoints of step {step}. Remove some.")
-
-
-def _free_paths(home: Path, step: int) -> Iterator[Path]:
-    paths = (home / folder_name(step, attempt) for attempt in range(1, MOST_ATTEMPTS + 1))
-    return (path for path in paths if not os.path.lexists(path))

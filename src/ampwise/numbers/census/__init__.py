@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ampwise.numbers.census.algebra import Census
-from ampwise.numbers.census.count import Count
+from ampwise.numbers.census.algebra import Census, Count
 
 __all__ = ["Census", "Count"]

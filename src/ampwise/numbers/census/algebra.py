@@ -17,10 +17,50 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ampwise.errors import BadInput
-from ampwise.numbers.census.count import Count
 from ampwise.numbers.formats import BlockFormat, Format, binade_of, find_format, find_scalar_format
 
-__all__ = ["Census"]
+__all__ = ["Census", "Count"]
+
+
+class Count(int):
+    """Integer with bounds: the true count is between ``low`` and ``high``, and the value is ``high``.
+
+    It counts lost values, so the value never understates the loss.
+
+    >>> Count(3, 3), Count(0, 7)
+    (Count(3), Count(0..7))
+    >>> Count(0, 7) + 1, Count(0, 7).exact, f"{Count(0, 7)}"
+    (8, False, '0–7')
+    """
+
+    low: int
+    high: int
+
+    def __new__(cls, low: int, high: int | None = None) -> Count:
+        high = low if high is None else high
+        if low > high:
+            raise ValueError(f"a count cannot be at least {low} and at most {high}")
+        count = super().__new__(cls, high)
+        count.low, count.high = int(low), int(high)
+        return count
+
+    @property
+    def exact(self) -> bool:
+        """Whether the bounds are equal."""
+        return self.low == self.high
+
+    def __str__(self) -> str:
+        return str(self.high) if self.exact else f"{self.low}–{self.high}"
+
+    def __format__(self, spec: str) -> str:
+        low, high = format(self.low, spec), format(self.high, spec)
+        return high if self.exact else f"{low}–{high}"
+
+    def __repr__(self) -> str:
+        return f"Count({self.high})" if self.exact else f"Count({self.low}..{self.high})"
+
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]  # copies keep the bounds
+        return self.low, self.high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +157,15 @@ class Census:
         whole tensor were one block.
         """
         found = find_format(fmt)
-        if isinstance(found, BlockFormat):
-            return Count(0, self._at_or_below(self._block_flush_exponent(found, k), k))
-        flushed = self._at_or_below(found.flush_exponent, k)
-        return Count(flushed, flushed)
+        if isinstance(found, Format):
+            return Count(self._at_or_below(found.flush_exponent, k))
+        flush = found.element.flush_exponent
+        if not self.nonzeros or flush is None:
+            return Count(0)
+        # No block's scale is above the power of two next to this; a tensor scale is not limited here.
+        largest_scale = sys.float_info.max if found.tensor_scale else found.scale.max
+        widest = min(max(_ldexp(self.amax, k) / found.element.max, found.scale.smallest), largest_scale)
+        return Count(0, self._at_or_below(math.frexp(widest)[1] + flush, k))
 
     def subnormal(self, fmt: str | Format | Any, k: int = 0) -> Count:
         """Return how many values are subnormal in ``fmt``, with fewer bits, after scaling by ``2**k``.
@@ -189,16 +234,6 @@ class Census:
             return 0
         return sum(count for e, count in self.binades.items() if e + 1 + k <= exponent)
 
-    def _block_flush_exponent(self, fmt: BlockFormat, k: int) -> int | None:
-        """Return ``e`` such that nothing above ``2**e`` is flushed, even in the block with the largest value."""
-        flush = fmt.element.flush_exponent
-        if not self.nonzeros or flush is None:
-            return None
-        # No block's scale is above the power of two next to this; a tensor scale is not limited here.
-        largest_scale = sys.float_info.max if fmt.tensor_scale else fmt.scale.max
-        widest = min(max(_ldexp(self.amax, k) / fmt.element.max, fmt.scale.smallest), largest_scale)
-        return math.frexp(widest)[1] + flush
-
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON, which ``Census.from_dict`` reads."""
         return {
@@ -226,16 +261,13 @@ class Census:
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise BadInput(f"not a census: {error!r}. Census.as_dict() shows the shape.") from error
-        census._check_extremes()
+        # The extremes must be in the outermost binades: queries use both.
+        claimed = {binade_of(extreme) for extreme in (census.amin, census.amax) if extreme}
+        if claimed != ({min(census.binades), max(census.binades)} if census.binades else set()):
+            raise BadInput(f"not a census: magnitudes from {census.amin} to {census.amax} do not fit the binades.")
+        if not census.sum_squares >= 0:
+            raise BadInput(f"not a census: a sum of squares of {census.sum_squares}.")
         return census
-
-    def _check_extremes(self) -> None:
-        """Raise unless the extremes are in the outermost binades: queries use both."""
-        claimed = {binade_of(extreme) for extreme in (self.amin, self.amax) if extreme}
-        if claimed != ({min(self.binades), max(self.binades)} if self.binades else set()):
-            raise BadInput(f"not a census: magnitudes from {self.amin} to {self.amax} do not fit the binades.")
-        if not self.sum_squares >= 0:
-            raise BadInput(f"not a census: a sum of squares of {self.sum_squares}.")
 
     def to_json(self) -> str:
         """Return the census as one line of JSON."""

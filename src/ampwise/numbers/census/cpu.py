@@ -11,9 +11,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ampwise.numbers.census.count_row import LARGEST, SINGLE, SMALLEST
+from ampwise.numbers.census.count_row import LARGEST, SINGLE, SMALLEST, count_in_torch, merge_rows
 from ampwise.numbers.census.flat_values import DTYPE_CODES
-from ampwise.numbers.census.reference import count_in_torch, merge_rows
 
 _native: ModuleType | None
 try:
@@ -28,6 +27,7 @@ CountPiece = tuple[int, int, int, int]  # for the C extension: address, number o
 
 BYTES = {kind: dtype.itemsize for dtype, kind in DTYPE_CODES.items()}
 SHARE = 1 << 18  # values per thread, below which another thread costs more than it saves
+COLUMNS = SINGLE.columns
 SHARES_PER_THREAD = 4  # so that threads finish at about the same time
 WIDENED = 1 << 20  # values at a time if they must be converted to FP32 first
 
@@ -56,21 +56,21 @@ def count_on_cpu(flat: Tensor) -> tuple[Tensor, float]:
 
 def _count_widened(flat: Tensor, factor: float) -> CountedRows:
     """Count a tensor a piece at a time, so that converting it to FP32 takes little memory."""
-    pieces = [_count_wide(piece.float(), factor) for piece in flat.reshape(-1).split(WIDENED)]
-    rows, sums = zip(*pieces, strict=True)
+    rows, sums = [], []
+    for piece in flat.reshape(-1).split(WIDENED):
+        values = piece.float()
+        if _native is None:
+            row, sum_squares = count_in_torch(values if factor == 1.0 else values * factor)
+        else:
+            (row,), (sum_squares,) = _count_natively(_native, [values], factor)
+        rows.append(row)
+        sums.append(sum_squares)
     return reduce(merge_rows, rows), torch.stack(sums).sum()
-
-
-def _count_wide(values: Tensor, factor: float) -> CountedRows:
-    if _native is None:
-        return count_in_torch(values if factor == 1.0 else values * factor)
-    rows, sums = _count_natively(_native, [values], factor)
-    return rows[0], sums[0]
 
 
 def _count_natively(native: ModuleType, flats: Sequence[Tensor], factor: float) -> CountedRows:
     whole = [(flat.data_ptr(), flat.numel(), DTYPE_CODES[flat.dtype], row) for row, flat in enumerate(flats)]
-    total = sum(size for _, size, _, _ in whole)
+    total = sum(map(Tensor.numel, flats))
     threads = min(torch.get_num_threads(), total // SHARE)
     if threads <= 1:
         rows, sums = _new_table(len(whole))
@@ -121,5 +121,5 @@ def _joined(rows: Tensor, sums: Tensor, owners: Sequence[int]) -> CountedRows:
 
 
 def _new_table(rows: int) -> CountedRows:
-    table = torch.empty((rows, SINGLE.columns), dtype=torch.int64, device="cpu")
+    table = torch.empty((rows, COLUMNS), dtype=torch.int64, device="cpu")
     return table, torch.empty(rows, dtype=torch.float64, device="cpu")

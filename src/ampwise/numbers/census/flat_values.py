@@ -22,27 +22,9 @@ def flat_values(tensor: Any, name: str | None = None) -> Tensor:
 
     It runs for each parameter at each step, hence the fast path for ordinary tensors.
     """
-    if _is_ordinary(tensor):
-        dense: Tensor = tensor
-    else:
-        _refuse_what_has_no_values(tensor, _called(name))
-        dense = _dense(_unwrapped(tensor))
-    if _has_no_memory(dense):
-        kind = "" if type(dense) in _PLAIN else f" ({type(dense).__name__})"
-        raise UnsupportedTensor(
-            f"{_called(name)} has a shape but no memory{kind}: freed, fake, wrapped, or inside a function transform. "
-            "Count the tensor that holds the values."
-        )
-    return dense
-
-
-def _called(name: str | None) -> str:
-    return "this" if name is None else repr(name)
-
-
-def _is_ordinary(tensor: Any) -> bool:
+    what = "this" if name is None else repr(name)
     # Lazily negated tensors are fine: only magnitudes are counted.
-    return (
+    is_ordinary = (
         type(tensor) in _PLAIN
         and tensor.dtype in DTYPE_CODES
         and tensor.layout == torch.strided
@@ -50,6 +32,26 @@ def _is_ordinary(tensor: Any) -> bool:
         and not tensor.is_nested
         and tensor.is_contiguous()
     )
+    if is_ordinary:
+        dense: Tensor = tensor
+    else:
+        _refuse_what_has_no_values(tensor, what)
+        if hasattr(tensor, "to_local"):  # a DTensor's shard
+            tensor = tensor.to_local()
+        if hasattr(tensor, "trigger_wait"):  # the result of a collective
+            tensor = tensor.trigger_wait()
+        dense = _dense(tensor.detach())
+    try:
+        has_memory = dense.data_ptr() != 0 or dense.numel() == 0  # reading address 0 would crash the process
+    except RuntimeError:  # inside vmap, torch.func.grad and other transforms
+        has_memory = False
+    if not has_memory:
+        kind = "" if type(dense) in _PLAIN else f" ({type(dense).__name__})"
+        raise UnsupportedTensor(
+            f"{what} has a shape but no memory{kind}: freed, fake, wrapped, or inside a function transform. "
+            "Count the tensor that holds the values."
+        )
+    return dense
 
 
 def _refuse_what_has_no_values(tensor: Any, what: str) -> None:
@@ -73,36 +75,11 @@ def _refuse_what_has_no_values(tensor: Any, what: str) -> None:
         raise UnsupportedTensor(f"{what} is {tensor.dtype}, which packs values into bytes. Unpack it first.")
 
 
-def _has_no_memory(dense: Tensor) -> bool:
-    """Return whether the tensor has no memory: reading address 0 would crash the process."""
-    try:
-        return dense.data_ptr() == 0 and dense.numel() > 0
-    except RuntimeError:  # inside vmap, torch.func.grad and other transforms
-        return True
-
-
-def _unwrapped(tensor: Tensor) -> Tensor:
-    """Return the local tensor: a DTensor's shard, or the result of a finished collective."""
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.to_local()
-    if hasattr(tensor, "trigger_wait"):
-        tensor = tensor.trigger_wait()
-    return tensor.detach()
-
-
 def _dense(tensor: Tensor) -> Tensor:
-    if tensor.is_contiguous() or not _covers_its_memory(tensor):
-        return tensor.contiguous()
-    # The order of values does not matter, so a transposed or channels-last tensor need not be copied.
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def _covers_its_memory(tensor: Tensor) -> bool:
-    """Return whether the values, in some order, fill a contiguous range of memory."""
+    """Return a tensor's values contiguously; their order does not matter, so a transposed tensor is not copied."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+        if size != 1 and stride != expected:  # the values do not fill a contiguous range of memory
+            return tensor.contiguous()
+        expected *= size
+    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

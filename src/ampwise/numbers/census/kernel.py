@@ -1,7 +1,6 @@
 """Count on a GPU: one Triton launch over all tensors, whatever their number and sizes.
 
-Each program counts one chunk of one tensor. ``reference_count.py`` defines what it must count, and
-``census_launch.py`` calls it.
+Each program counts one chunk of one tensor. ``count_row.py`` defines what it must count, and ``launch.py`` calls it.
 
 The histogram keeps up with memory bandwidth because it is built in shared memory, with NVIDIA's instruction for an
 atomic add: the hardware merges lanes of a warp that hit the same counter. Triton cannot express that, so a few lines
@@ -36,7 +35,7 @@ _FIELDS = tl.constexpr(256)  # exponent field of a magnitude's predecessor; zero
 _WARPS = tl.constexpr(WARPS)
 _SUBNORMALS = tl.constexpr(24)  # binades of FP32's subnormals, smallest normal included
 _BINADES = tl.constexpr(512)  # all of FP32's, rounded up to a power of two, the last one for the uncounted
-_ROW_HEAD = tl.constexpr(5)  # columns before the binades; see layout.py
+_ROW_HEAD = tl.constexpr(5)  # columns before the binades; see count_row.py
 
 # A table of 256 counters for each warp. The declaration must appear once, so it goes with a scalar.
 _DECLARE_COUNTERS = tl.constexpr(".shared .align 16 .b32 ampwise_counters[1024];\nmov.u32 $0, ampwise_counters;")

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from ampwise.numbers.census.algebra import Census
-from ampwise.numbers.census.count_row import DOUBLE, SINGLE
+from ampwise.numbers.census.count_row import DOUBLE, SINGLE, count_in_torch
 from ampwise.numbers.census.cpu import count_on_cpu
 from ampwise.numbers.census.device_census import DeviceCensus
 from ampwise.numbers.census.flat_values import flat_values
 from ampwise.numbers.census.kernels import launcher
-from ampwise.numbers.census.reference import count_in_torch
 
 __all__ = ["census"]
 

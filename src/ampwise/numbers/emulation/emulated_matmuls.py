@@ -10,16 +10,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import key_extractor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
 
-from ampwise.numbers.emulation.dispatch import below_other_modes, mha_fastpath_disabled, must_decompose
 from ampwise.numbers.emulation.eager_mode import run_eagerly
 from ampwise.numbers.emulation.node_recipes import NodeRecipes, checkpoint_depth, in_backward
 from ampwise.numbers.emulation.recipe import EmulationRecipe
@@ -46,6 +48,7 @@ NOT_EMULATED = frozenset({
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
 })  # fmt: skip
+BACKENDS = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 OF_NESTED_TENSORS = frozenset({"linear", "matmul"})  # only for nested tensors; for others they are decomposed
 
 
@@ -75,9 +78,11 @@ class MatmulEmulation:
                 stack.callback(module.register_forward_pre_hook(mode.enters(recipe), prepend=True).remove)
                 stack.callback(module.register_forward_hook(mode.leaves, always_call=True).remove)
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(mha_fastpath_disabled())
+            # nn.MultiheadAttention has a fused path for inference.
+            stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)
             stack.enter_context(run_eagerly())
-            stack.enter_context(below_other_modes(mode))
+            stack.enter_context(_below_other_modes(mode))
             yield
 
 
@@ -119,7 +124,7 @@ class _Products(TorchDispatchMode):
         self._inside.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if must_decompose(func, args):
+        if _must_decompose(func, args):
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         operands, recipe = _operands(func, args), self._here()
@@ -170,6 +175,50 @@ class _Products(TorchDispatchMode):
             return (False,) * len(operands)
         born = tuple(operand in self._born_in_backward for operand in operands)
         return born if len(set(born)) > 1 else tuple(operand not in self._operands for operand in operands)
+
+
+@contextmanager
+def _below_other_modes(mode: TorchDispatchMode) -> Iterator[None]:
+    """Enter a mode below all others, so that they, such as a tracer, see the original matmul and not its emulation."""
+    others = _get_current_dispatch_mode_stack()
+
+    def put_on() -> None:
+        for other in others:
+            _push_mode(other)
+
+    def take_off() -> None:
+        for _ in others:
+            _pop_mode()
+
+    take_off()
+    try:
+        with mode:
+            put_on()
+            try:
+                yield
+            finally:
+                take_off()
+    finally:
+        put_on()
+
+
+def _must_decompose(func: Any, args: Any) -> bool:
+    """Return whether this is a composite operator that a dispatch mode has to decompose itself.
+
+    Autograd decomposes operators before a mode sees them, but not in inference mode, nor for tensors created there. An
+    operator with a kernel of its own, as for nested tensors, stays whole.
+    """
+    if not _is_composite(func):
+        return False
+    tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+    backend = key_extractor(tensors, BACKENDS).highestPriorityTypeId()
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), backend)
+
+
+@lru_cache(maxsize=8192)
+def _is_composite(func: Any) -> bool:
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite)
 
 
 class _Storages:

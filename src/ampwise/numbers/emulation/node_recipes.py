@@ -42,18 +42,17 @@ class NodeRecipes:
     def recipe(self) -> EmulationRecipe | None:
         """Return the recipe of the node whose backward runs now; None outside a backward pass."""
         node: Any = torch._C._current_autograd_node()
-        noted = None if node is None else self._find(node._sequence_nr())
-        if noted is None:
+        if node is None:
             return None
-        return noted.again if _recomputes(node) else noted.own
-
-    def _find(self, number: int) -> _Noted | None:
-        """Find a node by number. With several threads, prefer this one if its backward pass started here."""
-        threads, own = list(self._noted), threading.get_ident()
-        if len(threads) > 1:
+        threads, own, number = list(self._noted), threading.get_ident(), node._sequence_nr()
+        if len(threads) > 1:  # prefer this one, if its backward pass started here
             is_own = any(frame.f_code is BACKWARD_PASS for frame in _frames())
             threads.sort(key=lambda thread: (thread == own) != is_own)
-        return next((found for thread in threads if (found := self._noted[thread].get(number)) is not None), None)
+        for thread in threads:
+            noted = self._noted[thread].get(number)
+            if noted is not None:
+                return noted.again if _recomputes(node) else noted.own
+        return None
 
     @property
     def has_new(self) -> bool:

@@ -57,12 +57,19 @@ def cast(
     if rounding not in ("nearest", "stochastic"):
         raise BadInput(f"cast(rounding={rounding!r}): choose 'nearest' or 'stochastic'.")
     _refuse_what_has_no_values(tensor)
-    _refuse_no_dimension(tensor, dim)
+    most = max(tensor.dim(), 1)  # as in torch, a 0-dim tensor counts as one dimension
+    if not isinstance(dim, int) or not -most <= dim < most:  # in every format, although only block formats use it
+        raise BadInput(
+            f"cast(dim={dim!r}): expected a dimension from {-most} to {most - 1}; the tensor has {tensor.dim()}."
+        )
     if (fused := kernels_for(tensor, found)) is not None:
         return fused(
             tensor, found, dim=dim, stochastic=rounding == "stochastic", saturate=saturate, generator=generator
         )
-    wide = tensor.detach().to(_working_dtype(tensor, found)).resolve_neg()
+    # FP32 holds 2**-127, E8M0's lowest value, only as a subnormal, whose exponent is not in its exponent field.
+    below_fp32 = isinstance(found, Format) and found.lowest_exponent < _LAYOUTS[torch.float32].lowest_exponent
+    working = torch.float64 if below_fp32 or tensor.dtype == torch.float64 else torch.float32
+    wide = tensor.detach().to(working).resolve_neg()
     if isinstance(found, BlockFormat):
         rounded = _cast_blocks(wide.movedim(dim, -1), found, rounding, generator).movedim(-1, dim)
     else:
@@ -99,21 +106,6 @@ def _refuse_what_has_no_values(tensor: object) -> None:
         raise UnsupportedTensor(f"cast() needs a dense tensor, got {tensor.layout}. Cast tensor.values().")
     if tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None):
         raise UnsupportedTensor(f"cast() cannot unpack {tensor.dtype}, with two values per byte. Unpack it first.")
-
-
-def _refuse_no_dimension(tensor: Tensor, dim: object) -> None:
-    """Raise for an invalid dimension, in every format, although only block formats use it."""
-    most = max(tensor.dim(), 1)  # as in torch, a 0-dim tensor counts as one dimension
-    if not isinstance(dim, int) or not -most <= dim < most:
-        raise BadInput(
-            f"cast(dim={dim!r}): expected a dimension from {-most} to {most - 1}; the tensor has {tensor.dim()}."
-        )
-
-
-def _working_dtype(tensor: Tensor, fmt: Format | BlockFormat) -> torch.dtype:
-    # FP32 holds 2**-127, E8M0's lowest value, only as a subnormal, whose exponent is not in its exponent field.
-    below_fp32 = isinstance(fmt, Format) and fmt.lowest_exponent < _LAYOUTS[torch.float32].lowest_exponent
-    return torch.float64 if below_fp32 or tensor.dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +153,11 @@ def _cast_scalar(
     rounded = rounded.masked_fill(~finite, math.inf)
     rounded = rounded.masked_fill(rounded > fmt.max, overflow_value(fmt, saturate))
     rounded = rounded.masked_fill(torch.isnan(wide), math.nan)
-    return _with_sign(rounded, bits < 0, magnitude_bits == 0, fmt)
+    if not fmt.signed:
+        # A scale has neither sign nor zero: negatives and zero become NaN, as in ml_dtypes.
+        return rounded.masked_fill((bits < 0) | (magnitude_bits == 0), math.nan)
+    signed = torch.where(bits < 0, -rounded, rounded)
+    return signed + 0.0 if fmt.nan_at_negative_zero else signed  # -0.0 + 0.0 is +0.0
 
 
 def can_round_by_adding(fmt: Format, dtype: torch.dtype) -> bool:
@@ -195,14 +191,6 @@ def overflow_value(fmt: Format, saturate: bool) -> float:
     return math.inf if fmt.infinities else math.nan
 
 
-def _with_sign(magnitude: Tensor, negative: Tensor, zero: Tensor, fmt: Format) -> Tensor:
-    if not fmt.signed:
-        # A scale has neither sign nor zero: negatives and zero become NaN, as in ml_dtypes.
-        return magnitude.masked_fill(negative | zero, math.nan)
-    signed = torch.where(negative, -magnitude, magnitude)
-    return signed + 0.0 if fmt.nan_at_negative_zero else signed  # -0.0 + 0.0 is +0.0
-
-
 def _round_magnitude(
     bits: Tensor, layout: _Layout, fmt: Format, rounding: Rounding, generator: torch.Generator | None
 ) -> Tensor:
@@ -224,19 +212,14 @@ def _round_magnitude(
         up = (unit >> 1) - 1 + is_odd
         below_grid = (drop == layout.mantissa_bits + 1) & (significand > layout.implicit_bit)
     else:
-        up = _random_below(unit, generator)
+        high = 2**31 - 1 if unit.dtype == torch.int32 else 2**63 - 1
+        random = torch.randint(0, high, unit.shape, dtype=unit.dtype, device=unit.device, generator=generator)
+        up = random & (unit - 1)
         below_grid = _chance_below_grid(bits, layout, fmt, generator)
     # Adding may carry into the exponent, which correctly rounds up to the next power of two.
     on_grid = torch.where(inside > 0, (bits + up) & ~(unit - 1), bits)
     lowest_bits = _bits_of(fmt.smallest, layout)
     return torch.where(drop <= layout.mantissa_bits, on_grid, below_grid.to(bits.dtype) * lowest_bits)
-
-
-def _random_below(unit: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return uniform integers in [0, unit), where unit is a power of two."""
-    high = 2**31 - 1 if unit.dtype == torch.int32 else 2**63 - 1
-    random = torch.randint(0, high, unit.shape, dtype=unit.dtype, device=unit.device, generator=generator)
-    return random & (unit - 1)
 
 
 def _chance_below_grid(bits: Tensor, layout: _Layout, fmt: Format, generator: torch.Generator | None) -> Tensor:

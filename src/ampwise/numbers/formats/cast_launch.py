@@ -64,10 +64,16 @@ def launch_cast(
     ``scaled``: scale the largest magnitude to the maximum of a scalar format, round, and scale back; saturates.
     """
     tensor = tensor.detach().resolve_neg()
-    source, order = _as_it_lies(tensor)
+    # With its dimensions in memory order; copied only if it is not dense.
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    source = tensor.permute(order)
+    if not source.is_contiguous():
+        source, order = tensor.contiguous(), list(range(tensor.dim()))
     target = torch.empty_like(source, dtype=dtype or tensor.dtype)
     if tensor.numel():
-        seed = _seed(source, generator) if stochastic else None
+        seed = None
+        if stochastic:  # drawn on the device, so that a CUDA graph draws a new one in each replay
+            seed = torch.randint(2**62, (1,), dtype=torch.int64, device=source.device, generator=generator)
         with launching_on(tensor.device):
             if isinstance(fmt, BlockFormat):
                 place = order.index(range(tensor.dim())[dim]) if tensor.dim() else 0  # or an IndexError
@@ -76,20 +82,6 @@ def launch_cast(
                 _launch_scalar(source, target, fmt, seed, saturate or scaled, scaled)
     back = [order.index(place) for place in range(len(order))]
     return target.permute(back)
-
-
-def _as_it_lies(tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """Return the tensor with its dimensions in memory order, and that order; a copy only if it is not dense."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    lying = tensor.permute(order)
-    if lying.is_contiguous():
-        return lying, order
-    return tensor.contiguous(), list(range(tensor.dim()))
-
-
-def _seed(source: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw a seed on the device, so that a CUDA graph draws a new one in each replay."""
-    return torch.randint(2**62, (1,), dtype=torch.int64, device=source.device, generator=generator)
 
 
 def _launch_scalar(

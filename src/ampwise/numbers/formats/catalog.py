@@ -7,7 +7,6 @@ Neural Networks", Noune et al. 2022 (the FNUZ variants); the bfloat16 and TF32 l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from ampwise.errors import BadInput, UnknownName
@@ -160,11 +159,5 @@ def all_names() -> list[str]:
     return [*FORMATS, *BLOCK_FORMATS]
 
 
-def _names_of(fmt: Format | BlockFormat) -> Iterator[str]:
-    yield fmt.name
-    for alias in fmt.aliases:
-        yield alias.replace("-", "_")
-
-
 _ALL: list[Format | BlockFormat] = [*FORMATS.values(), *BLOCK_FORMATS.values()]
-_BY_NAME: dict[str, Format | BlockFormat] = {name: fmt for fmt in _ALL for name in _names_of(fmt)}
+_BY_NAME = {name.replace("-", "_"): fmt for fmt in _ALL for name in (fmt.name, *fmt.aliases)}

@@ -8,6 +8,16 @@ from typing import Any
 
 __all__ = ["BlockFormat", "Format", "binade_of", "short_number"]
 
+# What ``as_dict`` returns, in order.
+_SCALAR_KEYS = (
+    "name", "title", "aliases", "torch_dtype", "bits", "bytes_per_value", "signed", "exponent_bits", "mantissa_bits",
+    "bias", "codes", "infinities", "nans", "max", "smallest_normal", "smallest_subnormal", "epsilon", "decimal_digits",
+    "flush_exponent", "overflow_threshold", "overflow_at_threshold", "needs_loss_scale", "since", "training",
+)  # fmt: skip
+_BLOCK_KEYS = (
+    "name", "title", "aliases", "element", "scale", "block_size", "tensor_scale", "bits_per_value", "bytes_per_value",
+    "max", "smallest", "needs_loss_scale", "since", "training",
+)  # fmt: skip
 _FP32_MAX = (2 - 2.0**-23) * 2.0**127  # of a tensor's scale
 
 
@@ -128,32 +138,10 @@ class Format:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON. What does not exist is None, such as FP64's threshold."""
-        return {
-            "kind": "scalar",
-            "name": self.name,
-            "title": self.title,
+        return {"kind": "scalar", **{name: getattr(self, name) for name in _SCALAR_KEYS}} | {
             "aliases": list(self.aliases),
-            "torch_dtype": self.torch_dtype,
-            "bits": self.bits,
-            "bytes_per_value": self.bytes_per_value,
-            "signed": self.signed,
-            "exponent_bits": self.exponent_bits,
-            "mantissa_bits": self.mantissa_bits,
-            "bias": self.bias,
-            "codes": self.codes,
-            "infinities": self.infinities,
-            "nans": self.nans,
-            "max": self.max,
-            "smallest_normal": self.smallest_normal,
-            "smallest_subnormal": self.smallest_subnormal,
-            "epsilon": self.epsilon,
             "decimal_digits": round(self.decimal_digits, 2),
-            "flush_exponent": self.flush_exponent,
             "overflow_threshold": self.overflow_threshold if math.isfinite(self.overflow_threshold) else None,
-            "overflow_at_threshold": self.overflow_at_threshold,
-            "needs_loss_scale": self.needs_loss_scale,
-            "since": self.since,
-            "training": self.training,
         }
 
     @property
@@ -227,23 +215,8 @@ class BlockFormat:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        return {
-            "kind": "block",
-            "name": self.name,
-            "title": self.title,
-            "aliases": list(self.aliases),
-            "element": self.element.name,
-            "scale": self.scale.name,
-            "block_size": self.block_size,
-            "tensor_scale": self.tensor_scale,
-            "bits_per_value": self.bits_per_value,
-            "bytes_per_value": self.bytes_per_value,
-            "max": self.max,
-            "smallest": self.smallest,
-            "needs_loss_scale": self.needs_loss_scale,
-            "since": self.since,
-            "training": self.training,
-        }
+        parts = {"aliases": list(self.aliases), "element": self.element.name, "scale": self.scale.name}
+        return {"kind": "block", **{name: getattr(self, name) for name in _BLOCK_KEYS}} | parts
 
 
 def binade_of(magnitude: float) -> int:

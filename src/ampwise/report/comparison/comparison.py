@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shlex
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ampwise.report.comparison.findings import STATUSES, ComparedFinding, compared_findings
-from ampwise.report.comparison.layers import ComparedLayer, are_alike, compared_layers, only_in
+from ampwise.report.comparison.matches import (
+    STATUSES,
+    ComparedFinding,
+    ComparedLayer,
+    are_alike,
+    compared_findings,
+    compared_layers,
+    file_name,
+    only_in,
+)
 from ampwise.report.comparison.numbers import SEED_WARNING, UNCLEAR, ComparedNumber, compared_numbers, steps_in_common
-from ampwise.report.comparison.setup import SetupDifference, same_script, setup_differences
+from ampwise.report.formatting import format_short
 from ampwise.report.layers import layers_of
-from ampwise.report.verdict import UNKNOWN, ending, steps_of
+from ampwise.report.run_facts import environment, mapping, settings, steps_of
+from ampwise.report.verdict import UNKNOWN, ending
+from ampwise.runs.reader import Run
 
-if TYPE_CHECKING:
-    from ampwise.report.layers import LayerGradients
-    from ampwise.runs.reader import Run
-    from ampwise.runs.rows import CountedFinding
-
-__all__ = ["VERSION", "Comparison"]
+__all__ = ["VERSION", "Comparison", "SetupDifference"]
 
 VERSION = 1
 # The numbers that decide between better and worse. The time per step is not among them: a busy machine changes it.
 LOSSES = ("loss_at_end", "losses_not_finite")
+VERSIONS = ("torch", "cuda", "ampwise", "python")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetupDifference:
+    """A setting that differs between two runs; None if a run has not recorded it."""
+
+    what: str
+    before: str | None
+    after: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {"what": self.what, "before": self.before, "after": self.after}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +71,34 @@ class Comparison:
         """Compare two runs, of the same script or of different ones."""
         layers = (layers_of(before), layers_of(after))
         shared = compared_layers(*layers)
+        same_script = file_name(before.manifest.get("script")) == file_name(after.manifest.get("script"))
         # Runs that sampled no layers are matched by script name; many scripts are called train.py.
-        alike = are_alike(*layers, len(shared)) if all(layers) else same_script(before, after)
+        alike = are_alike(*layers, len(shared)) if all(layers) else same_script
+        one_record = Path(before.folder).resolve() == Path(after.folder).resolve()
+        unlike = f"have only {len(shared):,} of {max(map(len, layers)):,} layers in common"
+        if not shared:
+            unlike = "have no layer in common" if all(layers) else "do not both have layers in their records"
+        differences = ([] if same_script else ["used different scripts"]) + ([] if alike else [unlike])
+        notes = []
+        if differences:
+            notes.append(f"The two runs {' and '.join(differences)}{'' if alike else ': no number is judged'}.")
+        for run in (after,) if one_record else (before, after):
+            notes += [f"{run.folder}: {note}" for note in (ending(run), *run.trouble) if note]
+        if not (before.findings_known and after.findings_known):
+            notes.append("Some findings could not be read, so none is called new or gone.")
         return cls(
             before=str(before.folder),
             after=str(after.folder),
             findings=tuple(compared_findings(before, after)),
-            setup=tuple(setup_differences(before, after)),
+            setup=tuple(_setup_differences(before, after)),
             numbers=tuple(compared_numbers(before, after, layers, judge=alike)),
             layers=tuple(shared),
             only_before=tuple(only_in(layers[0], layers[1])),
             only_after=tuple(only_in(layers[1], layers[0])),
             shared_steps=steps_in_common(before, after),
-            one_record=_one_record(before, after),
+            one_record=one_record,
             alike=alike,
-            notes=tuple(_notes(before, after, "" if alike else _unlike(layers, len(shared)))),
+            notes=tuple(notes),
             statuses=(before.status, after.status),
             endings=(_ended(before), _ended(after)),
             findings_known=(before.findings_known, after.findings_known),
@@ -102,37 +135,30 @@ class Comparison:
             return f"{self.after} is compared with itself; it has {_counted(len(self.findings))}"
         names = (self.before, self.after)
         badly = [f"{name} {how}" for name, how in zip(names, self.endings, strict=True) if how]
-        return "; ".join([*badly, self._about_findings(), *self._about_loss()])
+        parts = [*badly, self._about_findings()]
+        loss = next((one for one in self.numbers if one.key == "loss_at_end"), None)
+        if self.alike and loss is not None and loss.before is not None and loss.after is not None:
+            values = f"{loss.written(loss.after)} against {loss.written(loss.before)}"
+            unclear = f", {UNCLEAR}" if loss.judged == UNCLEAR else ""
+            of = f" of {loss.owner}" if loss.owner else ""
+            parts.append(f"loss{of} after {_counted(self.shared_steps, 'step')} {values}{unclear}")
+        return "; ".join(parts)
 
     def _about_findings(self) -> str:
-        old, new = (sum(found is not None for found in side) for side in self._sides())
+        old = sum(one.before is not None for one in self.findings)
+        new = sum(one.after is not None for one in self.findings)
         if not all(self.findings_known):
-            return "; ".join(self._as_far_as_known((old, new)))
+            parts = []
+            for name, count, known in zip((self.before, self.after), (old, new), self.findings_known, strict=True):
+                unread = f"the findings of {name} could not {'all ' if count else ''}be read"
+                parts.append(f"{name} has {_counted(count)}" if known else unread)
+            return "; ".join(parts)
         if not old and not new:
             return f"neither {self.before} nor {self.after} has findings"
         if not self.gone and not self.new:
             return f"{self.after} has the {_counted(new)} that {self.before} has"
         changed = f"{len(self.gone) or 'none'} gone, {len(self.new) or 'none'} new"
         return f"{self.after} has {_counted(new)} where {self.before} had {old or 'none'}: {changed}"
-
-    def _sides(self) -> tuple[list[CountedFinding | None], list[CountedFinding | None]]:
-        return [one.before for one in self.findings], [one.after for one in self.findings]
-
-    def _as_far_as_known(self, counts: tuple[int, int]) -> Iterator[str]:
-        for name, count, known in zip((self.before, self.after), counts, self.findings_known, strict=True):
-            if known:
-                yield f"{name} has {_counted(count)}"
-            else:
-                yield f"the findings of {name} could not {'all ' if count else ''}be read"
-
-    def _about_loss(self) -> list[str]:
-        loss = next((one for one in self.numbers if one.key == "loss_at_end"), None)
-        if not self.alike or loss is None or loss.before is None or loss.after is None:
-            return []
-        values = f"{loss.written(loss.after)} against {loss.written(loss.before)}"
-        unclear = f", {UNCLEAR}" if loss.judged == UNCLEAR else ""
-        of = f" of {loss.owner}" if loss.owner else ""
-        return [f"loss{of} after {_counted(self.shared_steps, 'step')} {values}{unclear}"]
 
     @property
     def mood(self) -> str:
@@ -170,35 +196,9 @@ class Comparison:
         }
 
     def _repr_html_(self) -> str:
-        from ampwise.report.comparison.notebook import comparison_html
+        from ampwise.report.notebook import comparison_html
 
         return comparison_html(self)
-
-
-def _one_record(before: Run, after: Run) -> bool:
-    return Path(before.folder).resolve() == Path(after.folder).resolve()
-
-
-def _notes(before: Run, after: Run, unlike: str) -> list[str]:
-    notes = []
-    other_script = not same_script(before, after)
-    if unlike or other_script:
-        parts = ["used different scripts"] * other_script + [unlike] * bool(unlike)
-        notes.append(f"The two runs {' and '.join(parts)}{': no number is judged' if unlike else ''}.")
-    for run in (after,) if _one_record(before, after) else (before, after):
-        notes += [f"{run.folder}: {note}" for note in (ending(run), *run.trouble) if note]
-    if not (before.findings_known and after.findings_known):
-        notes.append("Some findings could not be read, so none is called new or gone.")
-    return notes
-
-
-def _unlike(layers: tuple[Sequence[LayerGradients], Sequence[LayerGradients]], in_common: int) -> str:
-    """Say why two runs count as different models."""
-    if not all(layers):
-        return "do not both have layers in their records"
-    if not in_common:
-        return "have no layer in common"
-    return f"have only {in_common:,} of {max(map(len, layers)):,} layers in common"
 
 
 def _ended(run: Run) -> str:
@@ -218,3 +218,50 @@ def _ended(run: Run) -> str:
 
 def _counted(number: int, noun: str = "finding") -> str:
     return f"{f'{number:,}' if number else 'no'} {noun}{'' if number == 1 else 's'}"
+
+
+# --- setup ---------------------------------------------------------------------------------------------------------
+
+
+def _setup_differences(before: Run, after: Run) -> list[SetupDifference]:
+    """Return what differs, the most important first; last, GradScaler settings that were suggested differently."""
+    old, new = _setup(before), _setup(after)
+    found = [SetupDifference(what=what, before=old[what], after=new[what]) for what in old if old[what] != new[what]]
+    # Only a run that reached its end has recorded suggestions, and there may be none.
+    none = ["none" if "settings" in run.facts else None for run in (before, after)]
+    asked, now_asked = ({one.name: format_short(one.value) for one in settings(run)} for run in (before, after))
+    suggested = [
+        SetupDifference(what=f"suggested {name}", before=asked.get(name, none[0]), after=now_asked.get(name, none[1]))
+        for name in dict.fromkeys([*asked, *now_asked])
+        if asked.get(name) != now_asked.get(name)
+    ]
+    return found + suggested
+
+
+def _setup(run: Run) -> dict[str, str | None]:
+    """Return the script, its arguments, the precision, versions and devices; None for what is unknown."""
+    where, command, script = environment(run), run.manifest.get("command"), run.manifest.get("script")
+    arguments = None
+    if isinstance(command, list):  # the script's own, without ampwise's, which come before the script in the command
+        words = [str(word) for word in command]
+        arguments = shlex.join(words[words.index(script) + 1 :] if script in words else words) or "none"
+    device, devices = mapping(run, "timing").get("device"), where.get("devices")
+    if isinstance(devices, (list, tuple)) and devices:
+        counts = Counter(map(str, devices))
+        device = ", ".join(name if times == 1 else f"{times} × {name}" for name, times in counts.items())
+    scaled = any(bucket.scale.known for bucket in run.steps)
+    values = {
+        "script": script,
+        "arguments": arguments,
+        "precision": run.facts.get("precision"),
+        "loss scale": ("in use" if scaled else "none") if run.steps else None,
+        "device": None if device is None else str(device),
+        "processes": run.manifest.get("world_size"),
+        **{name: where.get(name) for name in VERSIONS},
+        "platform": where.get("platform"),
+    }
+    # Strings are not shortened: two long ones could become equal.
+    return {
+        what: value if value is None or isinstance(value, str) else format_short(value)
+        for what, value in values.items()
+    }

@@ -7,17 +7,15 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from ampwise.numbers.census.underflow import NO_UNDERFLOW
 from ampwise.report.curves import by_optimizer
 from ampwise.report.formatting import format_bytes, format_duration, format_percent, format_scale, read_number
-from ampwise.report.run_facts import TIMING_NAMES, as_mapping, mapping, optimizer_names
-from ampwise.report.verdict import skip_rate, steps_of
-from ampwise.runs.bucket import NumberStats, StepBucket
-
-if TYPE_CHECKING:
-    from ampwise.report.layers import LayerGradients
-    from ampwise.runs.reader import Run
+from ampwise.report.layers import LayerGradients
+from ampwise.report.run_facts import TIMING_NAMES, as_mapping, mapping, optimizer_names, skip_rate, steps_of
+from ampwise.runs.reader import Run
+from ampwise.runs.rows import NumberStats, StepBucket
 
 __all__ = ["SEED_WARNING", "TOO_FEW", "UNCLEAR", "ComparedNumber", "compared_numbers", "steps_in_common"]
 
@@ -67,46 +65,35 @@ NUMBERS = {
     "median_norm": NumberInfo("median gradient norm", "", "", "before clipping, over the steps that both runs have"),
     "last_scale": NumberInfo("last loss scale", "scale", "", "loss scale at the end of the run"),
     "worst_lost": NumberInfo(
-        "lost in FP16, worst layer",
-        "share",
-        "lower",
-        "share of gradients flushed to zero, at least",
-        absolute_noise=0.005,
+        "lost in FP16, worst layer", "share", "lower", "share of gradients flushed to zero, at least", 0.0, 0.005
     ),
     "lost": NumberInfo(
-        "lost in FP16, all layers",
-        "share",
-        "lower",
-        "share of all gradients flushed to zero, at least",
-        absolute_noise=0.005,
+        "lost in FP16, all layers", "share", "lower", "share of all gradients flushed to zero, at least", 0.0, 0.005
     ),
     "seconds_per_step": NumberInfo(
-        TIMING_NAMES["seconds_per_step"], "seconds", "lower", "wall time, without the first steps", relative_noise=0.05
+        TIMING_NAMES["seconds_per_step"], "seconds", "lower", "wall time, without the first steps", 0.05
     ),
     "half_share": NumberInfo(
-        TIMING_NAMES["half_share"],
-        "share",
-        "higher",
-        "of the work of matmuls, in 16 bits or fewer",
-        absolute_noise=0.01,
+        TIMING_NAMES["half_share"], "share", "higher", "of the work of matmuls, in 16 bits or fewer", 0.0, 0.01
     ),
     "cast_share": NumberInfo(
         TIMING_NAMES["cast_share"],
         "share",
         "lower",
         "of the device's time, for conversions between precisions",
-        absolute_noise=0.01,
+        0.0,
+        0.01,
     ),
     "data_wait_share": NumberInfo(
-        TIMING_NAMES["data_wait_share"], "share", "lower", "of the wall time, in the DataLoader", absolute_noise=0.02
+        TIMING_NAMES["data_wait_share"], "share", "lower", "of the wall time, in the DataLoader", 0.0, 0.02
     ),
     "syncs_per_step": NumberInfo(
-        TIMING_NAMES["syncs_per_step"], "", "lower", "how often the host waits for the device", absolute_noise=0.1
+        TIMING_NAMES["syncs_per_step"], "", "lower", "how often the host waits for the device", 0.0, 0.1
     ),
     "peak_memory": NumberInfo(
-        "peak memory, device", "bytes", "lower", "allocated by torch, on the fullest device", relative_noise=0.01
+        "peak memory, device", "bytes", "lower", "allocated by torch, on the fullest device", 0.01
     ),
-    "host_peak": NumberInfo("peak memory, host", "bytes", "lower", "of the process, resident", relative_noise=0.05),
+    "host_peak": NumberInfo("peak memory, host", "bytes", "lower", "of the process, resident", 0.05),
 }
 
 
@@ -137,8 +124,10 @@ class ComparedNumber:
             return "same"
         if not self.better:
             return ""
+        if not math.isfinite(old) and not math.isfinite(new):
+            return ""
         if not (math.isfinite(old) and math.isfinite(new)):
-            return _judge_finite(old, new)
+            return "better" if math.isfinite(new) else "worse"
         if self.chance is None:
             return TOO_FEW
         if abs(new - old) <= self.chance:
@@ -152,7 +141,18 @@ class ComparedNumber:
             return ""
         if self.judged in ("same", UNCLEAR, TOO_FEW):
             return self.judged
-        return ", ".join(part for part in (_amount(self.before, self.after, self.unit), self.judged) if part)
+        old, new = self.before, self.after
+        if not (math.isfinite(old) and math.isfinite(new)):
+            amount = ""
+        elif self.unit == "share":
+            amount = _signed(100 * (new - old), " points")
+        elif old <= 0 or new <= 0:
+            amount = f"{new - old:+.3g}".replace("-", "−", 1)
+        elif self.unit == "scale" or not 1 / FACTOR < new / old < FACTOR:
+            amount = f"×{new / old:.3g}" if new / old > 1 else f"÷{old / new:.3g}"
+        else:
+            amount = _signed(100 * (new / old - 1), "%")
+        return ", ".join(part for part in (amount, self.judged) if part)
 
     def written(self, value: float | None) -> str:
         """Return a value as text; a dash if it is unknown."""
@@ -174,19 +174,30 @@ def compared_numbers(
     judge: say which is better; numbers of two different models cannot be judged.
     """
     runs = (before, after)
+    times, memories = [mapping(run, "timing") for run in runs], [mapping(run, "memory") for run in runs]
+    peaks = [
+        [
+            peak
+            for device in as_mapping(memory.get("devices")).values()
+            if (peak := read_number(as_mapping(device).get("peak_allocated"))) is not None
+        ]
+        for memory in memories
+    ]
+    lost = [[layer.underflow for layer in some if layer.underflow is not None] for some in layers]
     found = [
         _number("steps", (float(steps_of(run)) for run in runs)),
         *_over_steps(before, after),
         *_skips(before, after),
-        _number("worst_lost", (_worst_lost(some) for some in layers)),
-        _number("lost", (_lost(some) for some in layers)),
-        *[
-            _number(key, (_timed(run, key) for run in runs), chance=_chance_of(key, runs))
-            for key in TIMING_NAMES
-            if key in NUMBERS
-        ],
-        _number("peak_memory", (_peak_memory(run) for run in runs)),
-        _number("host_peak", (read_number(mapping(run, "memory").get("host_peak")) for run in runs)),
+        _number("worst_lost", (max((one.lost_share for one in some), default=None) for some in lost)),
+        _number("lost", (sum(some, start=NO_UNDERFLOW).lost_share if some else None for some in lost)),
+    ]
+    for key in TIMING_NAMES:
+        # The record shows the noise only of the time per step.
+        chance = _clear([_time_noise(run) for run in runs]) if key == "seconds_per_step" else 0.0
+        found.append(_number(key, (read_number(time.get(key)) for time in times), chance=chance))
+    found += [
+        _number("peak_memory", (max(some, default=None) for some in peaks)),
+        _number("host_peak", (read_number(memory.get("host_peak")) for memory in memories)),
     ]
     known = [one for one in found if one.before is not None or one.after is not None]
     return known if judge else [replace(one, better="") for one in known]
@@ -257,12 +268,15 @@ def _over_steps(before: Run, after: Run) -> Iterator[ComparedNumber]:
         ends = [_end(line, stretch) for line in shared]
         chance = _clear([noise for _, noise in ends])
         yield _number("loss_at_end", (mean for mean, _ in ends), chance=chance, owner=owner, at=str(stretch))
-        lowest = _number("lowest_loss", (_lowest(line) for line in shared), chance=chance, owner=owner)
+        lows = [[bucket.loss.low for bucket in line if bucket.loss.low is not None] for line in shared]
+        lowest = _number("lowest_loss", (min(some, default=None) for some in lows), chance=chance, owner=owner)
         # For a loss that diverged, its earlier minimum means nothing.
         diverged = any(mean is not None and not math.isfinite(mean) for mean, _ in ends)
         yield replace(lowest, better="") if diverged else lowest
         yield _number("median_norm", (_median(bucket.norm for bucket in line) for line in shared), owner=owner)
-        yield _number("last_scale", (_last_scale(run, optimizer) for run in (before, after)), owner=owner)
+        rows = [run.rows(optimizer) for run in (before, after)]
+        scales = [[bucket.scale.mean for bucket in line if bucket.scale.mean is not None] for line in rows]
+        yield _number("last_scale", (some[-1] if some else None for some in scales), owner=owner)
 
 
 def _end(line: Sequence[StepBucket], stretch: _StepRange) -> tuple[float | None, float | None]:
@@ -296,10 +310,6 @@ def _clear(noises: Sequence[float | None]) -> float | None:
     return CLEAR_FACTOR * sum(known) if len(known) == len(noises) else None
 
 
-def _lowest(line: Iterable[StepBucket]) -> float | None:
-    return min((bucket.loss.low for bucket in line if bucket.loss.low is not None), default=None)
-
-
 def _median(spreads: Iterable[NumberStats]) -> float | None:
     """Return the median over steps; merged steps count as often as they occurred."""
     means = sorted((spread.mean, spread.finite) for spread in spreads if spread.mean is not None)
@@ -308,20 +318,16 @@ def _median(spreads: Iterable[NumberStats]) -> float | None:
     return next((mean for (mean, _), so_far in zip(means, passed, strict=True) if so_far >= half), None)
 
 
-def _last_scale(run: Run, optimizer: int) -> float | None:
-    return next((bucket.scale.mean for bucket in reversed(run.rows(optimizer)) if bucket.scale.mean is not None), None)
-
-
-def _not_finite(steps: Sequence[StepBucket]) -> float | None:
-    known = any(bucket.loss.known for bucket in steps)
-    return float(sum(bucket.loss.bad for bucket in steps)) if known else None
-
-
 def _skips(before: Run, after: Run) -> Iterator[ComparedNumber]:
     runs = (before, after)
     lines = [shared for _, _, *shared in _shared_lines(before, after)]
     both = [[bucket for shared in lines for bucket in shared[which]] for which in range(len(runs))]
-    bad, bad_in_all = [_not_finite(steps) for steps in both], [_not_finite(run.steps) for run in runs]
+
+    def not_finite(steps: Sequence[StepBucket]) -> float | None:
+        known = any(bucket.loss.known for bucket in steps)
+        return float(sum(bucket.loss.bad for bucket in steps)) if known else None
+
+    bad, bad_in_all = [not_finite(steps) for steps in both], [not_finite(run.steps) for run in runs]
     if any(bad_in_all):
         yield _number("losses_not_finite", bad)
     if bad_in_all != bad:
@@ -336,25 +342,6 @@ def _skips(before: Run, after: Run) -> Iterator[ComparedNumber]:
 # --- layers, time, memory ------------------------------------------------------------------------------------------
 
 
-def _worst_lost(layers: Sequence[LayerGradients]) -> float | None:
-    return max((layer.lost for layer in layers if layer.lost is not None), default=None)
-
-
-def _lost(layers: Sequence[LayerGradients]) -> float | None:
-    known = [layer.underflow for layer in layers if layer.underflow is not None]
-    values = sum(one.values for one in known)
-    return None if not known else sum(one.lost for one in known) / values if values else 0.0
-
-
-def _timed(run: Run, key: str) -> float | None:
-    return read_number(mapping(run, "timing").get(key))
-
-
-def _chance_of(key: str, runs: tuple[Run, Run]) -> float | None:
-    """Return the noise of a number of ``timing``; the record shows it only for the time per step."""
-    return _clear([_time_noise(run) for run in runs]) if key == "seconds_per_step" else 0.0
-
-
 def _time_noise(run: Run) -> float | None:
     """Return the noise of the time per step, from the means of tenths of the run without the first, the warm-up."""
     line = next(iter(by_optimizer(run.steps).values()), [])
@@ -364,34 +351,7 @@ def _time_noise(run: Run) -> float | None:
     return statistics.stdev(means) if len(means) >= FEWEST_BLOCKS else None
 
 
-def _peak_memory(run: Run) -> float | None:
-    devices = as_mapping(mapping(run, "memory").get("devices")).values()
-    peaks = [read_number(as_mapping(device).get("peak_allocated")) for device in devices]
-    return max((peak for peak in peaks if peak is not None), default=None)
-
-
 # --- text ----------------------------------------------------------------------------------------------------------
-
-
-def _judge_finite(old: float, new: float) -> str:
-    """Judge two losses of which at least one is not finite: a finite one is better."""
-    if math.isfinite(old) == math.isfinite(new):
-        return ""
-    return "better" if math.isfinite(new) else "worse"
-
-
-def _amount(old: float, new: float, unit: str) -> str:
-    """Return the size of a change: "−12%", "+3.1 points", "×40"."""
-    if not (math.isfinite(old) and math.isfinite(new)):
-        return ""
-    if unit == "share":
-        return _signed(100 * (new - old), " points")
-    if old <= 0 or new <= 0:
-        return f"{new - old:+.3g}".replace("-", "−", 1)
-    factor = new / old
-    if unit == "scale" or factor >= FACTOR or factor <= 1 / FACTOR:
-        return f"×{factor:.3g}" if factor > 1 else f"÷{old / new:.3g}"
-    return _signed(100 * (factor - 1), "%")
 
 
 def _signed(hundredths: float, unit: str) -> str:

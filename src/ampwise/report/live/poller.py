@@ -1,24 +1,58 @@
-"""Poll a record, and keep the last state while it cannot be read."""
+"""Find a record, wait for one that does not exist yet, and poll it, keeping the last state while it cannot be read."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from ampwise.errors import BadInput
+from ampwise.errors import BadInput, nearest
 from ampwise.finding.terminal import printable
-from ampwise.runs.find import why_not_a_record
+from ampwise.runs.files import TEMPORARY_SUFFIX
+from ampwise.runs.layout import MANIFEST, is_rank_folder, newest_record, records_in, why_not_a_record
+from ampwise.runs.reader import RecordFollower, Run
 
-if TYPE_CHECKING:
-    from ampwise.runs.follower import RecordFollower
-    from ampwise.runs.reader import Run
+__all__ = ["PAUSE_FACTOR", "RecordPoller", "find_record", "wait_for_record"]
 
-__all__ = ["PAUSE_FACTOR", "RecordPoller"]
+PATIENCE_S = 600.0  # a run may start later than this, but a typing mistake should not go unnoticed for longer
+PAUSE_S = 0.5
+PAUSE_FACTOR = 9.0  # pause as a multiple of the reading time: a live view takes at most a tenth of a core from the run
 
-PAUSE_FACTOR = (
-    9.0  # pause as a multiple of the reading time: the live view takes at most a tenth of a core from the run
-)
+
+def find_record(path: Path) -> Path | None:
+    """Return the record at ``path``, or the newest one in that folder; None if one may still be created.
+
+    If the path is something else, it is returned as it is: reading it raises an error that says what to do.
+    """
+    if not path.exists():
+        return None if not path.is_symlink() and path.absolute().parent.is_dir() else path
+    if not path.is_dir():
+        return path
+    starting = f"{MANIFEST}{TEMPORARY_SUFFIX}"
+    if all(one.name == starting or is_rank_folder(one.name) for one in path.iterdir()):
+        return None
+    return path if (path / MANIFEST).exists() else newest_record(path) or path
+
+
+def wait_for_record(path: Path, say: Callable[[str], None], *, patience_s: float = PATIENCE_S) -> Path:
+    """Wait until there is a record, and return it."""
+    end = time.monotonic() + patience_s
+    found = find_record(path)
+    if found is None:
+        guess = ", which has none yet"
+        if not path.exists():
+            near = nearest(path.name, [one.name for one in records_in(path.absolute().parent)])
+            guess = f", which does not exist yet{f' (there is {near[0]})' if near else ''}"
+        say(f"waiting for a record in {path}{guess}; Ctrl-C quits")
+    while found is None:
+        if time.monotonic() > end:
+            raise BadInput(
+                f"{path}: no record after {patience_s / 60:.0f} minutes. `ampwise run -o {path} train.py` writes one."
+            )
+        time.sleep(PAUSE_S)
+        found = find_record(path)
+    return found
 
 
 class RecordPoller:

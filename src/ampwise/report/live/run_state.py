@@ -7,17 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
 
-from ampwise.report.curves import by_optimizer, spread_of
+from ampwise.report.curves import by_optimizer
 from ampwise.report.run_facts import optimizer_names
 from ampwise.report.verdict import worst_first
-
-if TYPE_CHECKING:
-    from ampwise.runs.bucket import NumberStats, StepBucket
-    from ampwise.runs.events import LoggedEvent
-    from ampwise.runs.reader import Run
-    from ampwise.runs.rows import CountedFinding
+from ampwise.runs.events import LoggedEvent
+from ampwise.runs.reader import Run
+from ampwise.runs.rows import CountedFinding, NumberStats, StepBucket
 
 __all__ = ["RunState", "format_duration", "format_number", "format_trouble", "one_line", "state_of"]
 
@@ -63,8 +59,13 @@ class RunState:
 
     def present(self, metric: str) -> float | None:
         """Return the last known loss, norm or scale, including NaN and infinity."""
-        spreads = (spread_of(bucket, metric) for bucket in reversed(self.line))
-        return next((_value(spread) for spread in spreads if spread.known), None)
+        for bucket in reversed(self.line):
+            stats: NumberStats = getattr(bucket, metric)
+            if stats.finite:
+                return stats.mean
+            if stats.known:
+                return math.nan if stats.nans else math.inf if stats.infs else -math.inf
+        return None
 
 
 def state_of(run: Run, *, written: float | None = None, clock: float | None = None) -> RunState:
@@ -74,11 +75,19 @@ def state_of(run: Run, *, written: float | None = None, clock: float | None = No
     optimizer = min(lines, default=0)
     owner = optimizer_names(run).get(optimizer, f"optimizer {optimizer}") if len(lines) > 1 else ""
     line = lines.get(optimizer, [])
-    status = _status(run)
+    status, seconds = run.status, None
+    began, ended = (_moment(run.manifest.get(name)) for name in ("created", "finished"))
+    if status.startswith("running") and run.alive is False:
+        status, seconds = "killed", line[-1].ended if line else None
+    else:
+        if status.startswith("running"):
+            status, ended = "running", now
+        if began is not None and ended is not None:
+            seconds = max(0.0, ended - began)
     quiet = now - written if status == "running" and written is not None else 0.0
     return RunState(
         status=status,
-        seconds=_seconds(run, line, status, now),
+        seconds=seconds,
         quiet_s=quiet if quiet >= QUIET_S else None,
         line=line,
         owner=owner,
@@ -86,6 +95,13 @@ def state_of(run: Run, *, written: float | None = None, clock: float | None = No
         events=run.events,
         trouble=run.trouble,
     )
+
+
+def _moment(text: object) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def one_line(now: RunState) -> str:
@@ -140,32 +156,3 @@ def format_duration(seconds: float) -> str:
     if not hours:
         return f"{minutes} min"
     return f"{hours} h {minutes % 60} min" if not days else f"{days:,} d {hours % 24} h"
-
-
-def _status(run: Run) -> str:
-    """Return the status, with "killed" for a run whose process is gone."""
-    if run.status.startswith("running"):
-        return "killed" if run.alive is False else "running"
-    return run.status
-
-
-def _seconds(run: Run, line: Sequence[StepBucket], status: str, now: float) -> float | None:
-    began, ended = _moment(run.manifest.get("created")), _moment(run.manifest.get("finished"))
-    if status == "killed":
-        return line[-1].ended if line else None
-    if status == "running":
-        ended = now
-    return None if began is None or ended is None else max(0.0, ended - began)
-
-
-def _moment(text: object) -> float | None:
-    try:
-        return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
-    except (ValueError, OverflowError, OSError):
-        return None
-
-
-def _value(spread: NumberStats) -> float | None:
-    if spread.finite:
-        return spread.mean
-    return math.nan if spread.nans else math.inf if spread.infs else -math.inf

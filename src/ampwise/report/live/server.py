@@ -12,25 +12,26 @@ import hmac
 import os
 import re
 import secrets
+import shutil
 import socket
 import socketserver
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from html import escape
 from http import HTTPStatus
 from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from ampwise.errors import BadInput
 from ampwise.finding.strict_json import dumps
 from ampwise.report.live.poller import PAUSE_FACTOR, RecordPoller
+from ampwise.runs.reader import RecordFollower, Run
 
-if TYPE_CHECKING:
-    from ampwise.runs.follower import RecordFollower
-    from ampwise.runs.reader import Run
-
-__all__ = ["HOST", "LiveServer", "PageCache", "serve"]
+__all__ = ["HOST", "LiveServer", "PageCache", "redirect_page", "serve"]
 
 HOST = "127.0.0.1"  # never another interface
 LOOK_S = 2.0  # between two reads of the record, however many clients there are; also the page's polling interval
@@ -56,6 +57,15 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+
+REDIRECT = """\
+<!doctype html>
+<meta charset="utf-8">
+<meta name="referrer" content="no-referrer">
+<meta http-equiv="refresh" content="0; url={address}">
+<title>ampwise</title>
+<p><a href="{address}">The page of the run</a></p>
+"""
 
 
 def serve(
@@ -116,42 +126,34 @@ class PageCache:
 
     def made(self, what: str) -> tuple[int, bytes]:
         """Return the version and text of the page or its update; raise the error that rendering has raised."""
+        now = time.monotonic()
         if what not in self._made:
             self._renew(what)
-        elif self._is_outdated(what):
-            self._renew_in_background(what).join(PATIENCE_S)
+        elif now >= self._look_due or (self._made[what][0] != self._version and now >= self._render_due):
+            with self._starting:
+                if self._renewal is None or not self._renewal.is_alive():
+                    self._renewal = threading.Thread(target=self._renew, args=(what,), daemon=True)
+                    self._renewal.start()
+            self._renewal.join(PATIENCE_S)
         version, text = self._made[what]
         if isinstance(text, Exception):
             raise text
         return version, text
 
-    def _is_outdated(self, what: str) -> bool:
-        now = time.monotonic()
-        return now >= self._look_due or (self._made[what][0] != self._version and now >= self._render_due)
-
-    def _renew_in_background(self, what: str) -> threading.Thread:
-        with self._starting:
-            if self._renewal is None or not self._renewal.is_alive():
-                self._renewal = threading.Thread(target=self._renew, args=(what,), daemon=True)
-                self._renewal.start()
-            return self._renewal
-
     def _renew(self, what: str) -> None:
         with self._work:
             try:
                 self._look()
-                is_due = what not in self._made or time.monotonic() >= self._render_due
+                began = time.monotonic()
+                is_due = what not in self._made or began >= self._render_due
                 if is_due and self._made.get(what, (0,))[0] != self._version:
-                    self._made[what] = self._version, self._render(what)
+                    try:
+                        text = self._renderers[what](self._looking.run).encode("utf-8", "backslashreplace")
+                        self._made[what] = self._version, text
+                    finally:
+                        self._render_due = time.monotonic() + PAUSE_FACTOR * (time.monotonic() - began)
             except Exception as error:  # reported to the client, and tried again
                 self._made[what] = 0, error
-
-    def _render(self, what: str) -> bytes:
-        began = time.perf_counter()
-        try:
-            return self._renderers[what](self._looking.run).encode("utf-8", "backslashreplace")
-        finally:
-            self._render_due = time.monotonic() + PAUSE_FACTOR * (time.perf_counter() - began)
 
     def _look(self) -> None:
         if time.monotonic() < self._look_due:
@@ -320,3 +322,32 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Write no log: it would contain the token."""
+
+
+# --- opening a browser ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def redirect_page(address: str) -> Iterator[str]:
+    """Yield the file:// address of a page that redirects to the secret ``address``; the file is removed at the end.
+
+    Every user of the machine can read the browser's command line, so that has only the name of a private file.
+    """
+    # A folder that only this user can read, in the home folder, with a name without a dot: a browser installed as a
+    # snap can read nothing else.
+    places = (os.path.expanduser("~"), os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir())  # noqa: PTH111
+    for place in filter(os.path.isabs, places):
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="ampwise-open-", dir=place))  # of mode 0700
+            break
+        except OSError:
+            continue
+    else:
+        raise BadInput(f"--open: none of {', '.join(places)} is writable. Open the address yourself.")
+    try:
+        page = folder / "open.html"
+        page.touch(mode=0o600, exist_ok=False)
+        page.write_text(REDIRECT.format(address=escape(address)), encoding="utf-8")
+        yield page.as_uri()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -16,6 +16,7 @@ from ampwise.report.live.frame import TerminalSize, draw_curves, draw_frame
 from ampwise.report.live.poller import PAUSE_FACTOR, RecordPoller
 from ampwise.report.live.run_state import RunState, one_line, state_of
 from ampwise.report.run_text import run_text
+from ampwise.runs.reader import RecordFollower, Run
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
-
-    from ampwise.runs.follower import RecordFollower
-    from ampwise.runs.reader import Run
 
 __all__ = ["has_ended", "poll", "show_once", "watch"]
 
@@ -43,8 +41,13 @@ def watch(follower: RecordFollower, stream: TextIO, *, interval_s: float | None 
     if _is_screen(stream):
         _on_screen(looking, stream, interval_s or ON_A_TERMINAL_S)
     else:
-        _in_lines(looking, stream, interval_s or ELSEWHERE_S)
-    width = _screen(stream).width if stream.isatty() else PIPE_WIDTH
+        last_line = ""
+        for _ in poll(looking, interval_s or ELSEWHERE_S):
+            line = one_line(_now(looking))
+            if line != last_line:
+                _write_line(line, stream)
+                last_line = line
+    width = console(stream, narrowest=0).width if stream.isatty() else PIPE_WIDTH
     write("\n" + run_text(looking.run, colour=wants_colour(stream), width=width), stream)
     if looking.lost:
         flush(stream)
@@ -55,11 +58,10 @@ def show_once(follower: RecordFollower, stream: TextIO) -> None:
     """Show the current state of the run."""
     looking = RecordPoller(follower)
     if not _is_screen(stream):
-        _write_line(f"{one_line(_now(looking))}", stream)
+        _write_line(one_line(_now(looking)), stream)
         return
-    screen = _screen(stream)
-    with output_errors():
-        _print(screen, draw_frame(looking.run, _now(looking), _paper(screen)))
+    screen = console(stream, narrowest=0)  # the terminal's real width: a wrapped line would break the layout
+    _print(screen, draw_frame(looking.run, _now(looking), _size(screen)))
 
 
 def poll(looking: RecordPoller, interval_s: float) -> Iterator[Run]:
@@ -90,14 +92,12 @@ def _look_at_last(looking: RecordPoller) -> None:
     looking.look()
     size = looking.run.manifest.get("world_size")
     end = time.monotonic() + LATE_S
-    while isinstance(size, int) and size > 1 and time.monotonic() < end and _was_just_written(looking):
+    while isinstance(size, int) and size > 1 and time.monotonic() < end:
+        written = looking.follower.written
+        if written is None or time.time() - written >= LATE_S:
+            return
         time.sleep(PAUSE_S)
         looking.look()
-
-
-def _was_just_written(looking: RecordPoller) -> bool:
-    written = looking.follower.written
-    return written is not None and time.time() - written < LATE_S
 
 
 def _on_screen(looking: RecordPoller, stream: TextIO, interval_s: float) -> None:
@@ -105,15 +105,14 @@ def _on_screen(looking: RecordPoller, stream: TextIO, interval_s: float) -> None
     from rich.console import Group
     from rich.live import Live
 
-    screen = _screen(stream)
+    screen = console(stream, narrowest=0)
     with Live(console=screen, screen=True, auto_refresh=False) as live, _restoring_screen(live):
         for run in poll(looking, interval_s):
-            lines = draw_frame(run, _now(looking), _paper(screen))
+            lines = draw_frame(run, _now(looking), _size(screen))
             with output_errors():
                 live.update(Group(*lines), refresh=True)
     # The summary that follows has the findings, but not the curves.
-    with output_errors():
-        _print(screen, draw_curves(_now(looking), _paper(screen)))
+    _print(screen, draw_curves(_now(looking), _size(screen)))
 
 
 @contextmanager
@@ -139,15 +138,6 @@ def _restoring_screen(live: Live) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _in_lines(looking: RecordPoller, stream: TextIO, interval_s: float) -> None:
-    last_line = ""
-    for _ in poll(looking, interval_s):
-        line = one_line(_now(looking))
-        if line != last_line:
-            _write_line(line, stream)
-            last_line = line
-
-
 def _now(looking: RecordPoller) -> RunState:
     return state_of(looking.run, written=looking.follower.written)
 
@@ -158,8 +148,9 @@ def _write_line(line: str, stream: TextIO) -> None:
 
 
 def _print(screen: Console, lines: list[Text]) -> None:
-    for line in lines:
-        screen.print(line, no_wrap=True, crop=True)
+    with output_errors():
+        for line in lines:
+            screen.print(line, no_wrap=True, crop=True)
 
 
 def _is_screen(stream: TextIO) -> bool:
@@ -167,11 +158,6 @@ def _is_screen(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-def _screen(stream: TextIO) -> Console:
-    """Return a console with the terminal's real width: a wrapped line would break the layout."""
-    return console(stream, narrowest=0)
-
-
-def _paper(screen: Console) -> TerminalSize:
+def _size(screen: Console) -> TerminalSize:
     size = screen.size  # changes when the window is resized
     return TerminalSize(width=size.width, height=max(1, size.height - 1), encoding=screen.encoding)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ampwise.errors import BadInput
+from ampwise.report.page.templates import GENERATOR_MARK
 
 __all__ = ["check_page_path", "write_page"]
 
@@ -18,7 +19,15 @@ def check_page_path(path: Path, option: str, *, force: bool) -> None:
         raise BadInput(f"{option} {path}: is a folder. Give a file, such as {path / 'page.html'}.")
     if not path.parent.is_dir():
         raise BadInput(f"{option} {path}: there is no folder {path.parent}.")
-    if path.is_file() and not force and not _is_ours(path):
+    if not path.is_file() or force:
+        return
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            head = file.read(HEAD)
+        is_ours = not head or GENERATOR_MARK in head  # an empty file holds nothing to lose
+    except OSError:
+        is_ours = False
+    if not is_ours:
         raise BadInput(f"{option} {path}: exists and is not an ampwise page. Use -f to overwrite it, or give another.")
 
 
@@ -29,14 +38,3 @@ def write_page(page: Callable[[], str], path: Path, option: str, *, force: bool)
         path.write_text(page(), encoding="utf-8")
     except OSError as error:
         raise BadInput(f"{option} {path}: cannot be written: {error.strerror or error}. Give another file.") from error
-
-
-def _is_ours(path: Path) -> bool:
-    from ampwise.report.page.templates import GENERATOR_MARK
-
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            head = file.read(HEAD)
-    except OSError:
-        return False
-    return not head or GENERATOR_MARK in head  # an empty file holds nothing to lose

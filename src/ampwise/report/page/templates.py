@@ -1,25 +1,26 @@
-"""Render page templates into one self-contained file with styles, script and data."""
+"""Render page templates into one self-contained file with styles, script and data.
+
+Text from a record becomes markup: escaped, with `names` as code and exponents as superscripts.
+"""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup, escape
 
 from ampwise.finding.strict_json import dumps
-from ampwise.report.page.markup import FILTERS, finalize
+from ampwise.finding.terminal import printable
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-__all__ = ["GENERATOR_MARK", "render_template", "shared_variables", "template"]
+__all__ = ["GENERATOR_MARK", "finalize", "render_template", "shared_variables", "template"]
 
 GENERATOR_MARK = '<meta name="generator" content="ampwise report">'  # identifies a page that ampwise wrote
 STYLES = ("vendor/uPlot.min.css", "page.css")
@@ -41,13 +42,23 @@ def render_template(
     scripts has no charts. styles: additional style sheets. live: seconds between polls of the server; 0 for none.
     """
     script = _script(scripts) if scripts else ""
+    # Only our script runs, and nothing is fetched, whatever a record contains.
+    policy = ["default-src 'none'", "base-uri 'none'", "form-action 'none'", "style-src 'unsafe-inline'"]
+    if script:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        policy.append(f"script-src 'sha256-{digest}'")
+    if live:
+        policy.append("connect-src 'self'")
+    packed = ""
+    if data is not None:  # compressed to a fifth of the size, which browsers can unpack; equal data gives equal text
+        packed = base64.b64encode(gzip.compress(dumps(data, indent=None).encode(), mtime=0)).decode()
     return template(name).render(
         dict(shown) | shared_variables(),
         mark=Markup(GENERATOR_MARK),
-        policy=_policy(script, asks=bool(live)),
+        policy="; ".join(policy),
         css=Markup("\n".join(_asset(style) for style in (*STYLES, *styles))),
         script=Markup(script),
-        data="" if data is None else _packed(data),
+        data=packed,
         live=live,
     )
 
@@ -72,20 +83,6 @@ def template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def _policy(script: str, *, asks: bool) -> str:
-    """Return a Content-Security-Policy: only our script runs, and nothing is fetched, whatever a record contains."""
-    allowed = ["default-src 'none'", "base-uri 'none'", "form-action 'none'", "style-src 'unsafe-inline'"]
-    if script:
-        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        allowed.append(f"script-src 'sha256-{digest}'")
-    return "; ".join([*allowed, *(["connect-src 'self'"] if asks else [])])
-
-
-def _packed(data: Mapping[str, Any]) -> str:
-    """Return compressed data, a fifth of the size, which browsers can unpack. Equal data gives equal text."""
-    return base64.b64encode(gzip.compress(dumps(data, indent=None).encode(), mtime=0)).decode()
-
-
 @cache
 def _script(names: tuple[str, ...]) -> str:
     ours = "\n".join(_asset(name) for name in names)
@@ -95,3 +92,57 @@ def _script(names: tuple[str, ...]) -> str:
 @cache
 def _asset(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+# --- text from a record ----------------------------------------------------------------------------------------------
+
+
+def finalize(value: Any) -> Any:
+    """Make every value that a template prints safe: no characters that hide or reorder others."""
+    return value if isinstance(value, (Markup, int, float)) else printable(str(value))
+
+
+def prose(text: str) -> Markup:
+    """Return text as markup: `names` in backquotes and indented lines become code.
+
+    >>> prose("`a<b>` is\\n  less")
+    Markup('<code>a&lt;b&gt;</code> is<br><code class="indented">  less</code>')
+    """
+    lines = []
+    for line in text.split("\n"):
+        if line.startswith(" "):
+            lines.append(Markup('<code class="indented">{}</code>').format(printable(line)))
+        else:
+            lines.append(Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(printable(line))))))
+    return Markup("<br>").join(lines)
+
+
+def raised(text: str) -> Markup:
+    """Return text with the exponents of powers of two as superscripts.
+
+    >>> raised("at most 2^-24")
+    Markup('at most 2<sup>−24</sup>')
+    """
+    escaped = str(escape(printable(text)))
+    return Markup(re.sub(r"2\^(-?\d+)", lambda power: f"2<sup>{power[1].replace('-', '−')}</sup>", escaped))
+
+
+def source(text: str) -> Markup:
+    """Return lines of code, escaped line by line."""
+    return Markup("\n").join(printable(line) for line in text.split("\n"))
+
+
+def diff_lines(text: str) -> list[tuple[str, str]]:
+    """Return the lines of a unified diff, each with its kind: "added", "removed", "head" or "same"."""
+    kinds = {"+": "added", "-": "removed"}
+    return [
+        ("head" if line.startswith(("---", "+++", "@@")) else kinds.get(line[:1], "same"), line.expandtabs(4))
+        for line in text.splitlines()
+    ]
+
+
+def joined(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+FILTERS = {"prose": prose, "source": source, "raised": raised, "diff_lines": diff_lines, "joined": joined}

@@ -22,22 +22,9 @@ from ampwise.report.printers import outputs
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     import argparse
-    from typing import Any, Protocol, TextIO
+    from typing import Any, TextIO
 
     from ampwise.finding import Finding
-
-    class Output(Protocol):
-        """Interface of the modules in ``outputs``."""
-
-        def render(
-            self,
-            findings: Sequence[Finding],
-            *,
-            colour: bool = False,
-            texts: Mapping[str, str] | None = None,
-            **further: Any,  # notes, for JSON
-        ) -> str: ...
-
 
 __all__ = [
     "add_output_arguments",
@@ -74,7 +61,8 @@ def print_findings(
     """
     stream = sys.stdout if file is None else file
     further = {"notes": notes} if output_format == "json" and notes else {}
-    write(_output(output_format).render(findings, colour=wants_colour(stream), texts=texts, **further), stream)
+    output: Any = importlib.import_module(f"{outputs.__name__}.{known_output_format(output_format)}")
+    write(output.render(findings, colour=wants_colour(stream), texts=texts, **further), stream)
 
 
 def output_formats() -> list[str]:
@@ -111,12 +99,6 @@ def output_format(args: argparse.Namespace, environment: Mapping[str, str] = os.
     if asked := environment.get(VARIABLE):
         return known_output_format(asked, f" in {VARIABLE}")
     return "github" if environment.get("GITHUB_ACTIONS") == "true" else DEFAULT
-
-
-def _output(name: str) -> Output:
-    module: Any = importlib.import_module(f"{outputs.__name__}.{known_output_format(name)}")
-    found: Output = module
-    return found
 
 
 def known_output_format(name: str, where: str = "") -> str:

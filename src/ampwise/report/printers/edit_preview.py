@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ampwise.finding import Edit, Finding, edited
-from ampwise.finding.frozen import Frozen
 from ampwise.finding.terminal import paint
-from ampwise.report.printers.excerpt import SourceFiles, line_start
+from ampwise.report.source_lines import SourceFiles, line_start
 
 __all__ = ["preview_edits"]
 
@@ -15,42 +14,44 @@ CONTEXT = 1  # lines before and after a change
 FAR_APART = 3  # changes with fewer unchanged lines between them are shown as one
 
 
-class LineChange(Frozen):
+class LineChange:
     """Lines that are replaced by others.
 
     ``line`` is the number of the first, in ``cell`` for a notebook, and ``shift`` is by how many lines the changes
     above move it.
     """
 
-    __slots__ = ("cell", "line", "old", "new", "shift")  # noqa: RUF023 (the order they are shown in)
-
-    def __init__(self, cell: int | None, line: int, old: list[str], new: list[str], shift: int = 0) -> None:
+    def __init__(self, cell: int | None, line: int, old: list[str], new: list[str], shift: int) -> None:
+        # Unchanged lines at the start and the end are left out.
+        while old and new and old[0] == new[0]:
+            line, old, new = line + 1, old[1:], new[1:]
+        while old and new and old[-1] == new[-1]:
+            old, new = old[:-1], new[:-1]
         self.cell, self.line, self.old, self.new, self.shift = cell, line, old, new, shift
 
 
 def preview_edits(finding: Finding, sources: SourceFiles, colour: bool = False) -> list[str]:
     """Return the lines to print for a finding's edits; none if it has no edits, or the file has changed."""
-    if not finding.edits or finding.place.file is None:
+    file = finding.place.file
+    if not finding.edits or file is None:
         return []
     try:
-        changes = list(_changes(finding.edits, finding.place.file, sources))
+        changes = list(_changes(finding.edits, file, sources))
     except ValueError:  # the file has changed
         return []
-    note = [] if finding.safe else [f"{paint('note', 'help', colour)}: applied only with `--unsafe-fixes`"]
+    output = [] if finding.safe else [f"{paint('note', 'help', colour)}: applied only with `--unsafe-fixes`"]
     width = max(len(str(change.line + change.shift + len(change.new) + CONTEXT - 1)) for change in changes)
     bar = paint(f"{'':{width}} |", "gutter", colour)
-    output: list[str] = []
-    for previous, change in zip([None, *changes], changes, strict=False):
-        if previous is not None and previous.cell == change.cell:
+    for number, change in enumerate(changes):
+        if number and changes[number - 1].cell == change.cell:
             output[-1] = paint("...", "gutter", colour)
         else:
-            output += [*_cell_heading(change.cell, width, colour), bar]
-        output += [*_rows(change, sources.lines(finding.place.file, change.cell), width, colour), bar]
-    return note + output
-
-
-def _cell_heading(cell: int | None, width: int, colour: bool) -> list[str]:
-    return [] if cell is None else [f"{'':{width}}{paint(':::', 'gutter', colour)} cell {cell}"]
+            heading = (
+                [] if change.cell is None else [f"{'':{width}}{paint(':::', 'gutter', colour)} cell {change.cell}"]
+            )
+            output += [*heading, bar]
+        output += [*_rows(change, sources.lines(file, change.cell), width, colour), bar]
+    return output
 
 
 def _rows(change: LineChange, lines: Sequence[str], width: int, colour: bool) -> Iterator[str]:
@@ -65,21 +66,26 @@ def _rows(change: LineChange, lines: Sequence[str], width: int, colour: bool) ->
     ]
     number = change.line - len(before) + change.shift
     for mark, line in rows:
-        yield _row("" if mark == "-" else str(number), width, mark, line_start(line), colour)
+        code, shown = line_start(line), "" if mark == "-" else str(number)
+        if mark == "|":
+            yield f"{paint(f'{shown:>{width}} |', 'gutter', colour)} {code}".rstrip()
+        else:
+            changed = paint(f"{mark} {code}".rstrip(), "removed" if mark == "-" else "added", colour)
+            yield f"{paint(f'{shown:>{width}}', 'gutter', colour)} {changed}"
         number += mark != "-"
-
-
-def _row(number: str, width: int, mark: str, code: str, colour: bool) -> str:
-    if mark == "|":
-        return f"{paint(f'{number:>{width}} |', 'gutter', colour)} {code}".rstrip()
-    style = "removed" if mark == "-" else "added"
-    return f"{paint(f'{number:>{width}}', 'gutter', colour)} {paint(f'{mark} {code}'.rstrip(), style, colour)}"
 
 
 def _changes(edits: Sequence[Edit], file: str, sources: SourceFiles) -> Iterator[LineChange]:
     """Yield the edits as changes of whole lines, top down; ValueError if the text has no such lines."""
+    groups: list[list[Edit]] = []  # edits that are near each other
+    for edit in sorted(edits, key=lambda edit: (edit.cell or 0, edit.start, edit.end)):
+        near = groups and groups[-1][0].cell == edit.cell
+        if near and edit.line - max(other.end_line for other in groups[-1]) < FAR_APART:
+            groups[-1].append(edit)
+        else:
+            groups.append([edit])
     previous: LineChange | None = None
-    for group in _groups(edits):
+    for group in groups:
         cell, first, last = group[0].cell, group[0].line, max(edit.end_line for edit in group)
         known = sources.lines(file, cell)
         if not known or last > len(known) + 1:
@@ -89,28 +95,5 @@ def _changes(edits: Sequence[Edit], file: str, sources: SourceFiles) -> Iterator
         inner = [edit.but(line=edit.line - first + 1, end_line=edit.end_line - first + 1) for edit in group]
         is_below = previous is not None and previous.cell == cell
         shift = previous.shift + len(previous.new) - len(previous.old) if previous and is_below else 0
-        previous = _trimmed(LineChange(cell, first, lines, edited("\n".join(lines), inner).split("\n"), shift))
+        previous = LineChange(cell, first, lines, edited("\n".join(lines), inner).split("\n"), shift)
         yield previous
-
-
-def _groups(edits: Sequence[Edit]) -> list[list[Edit]]:
-    """Group edits that are near each other, top down."""
-    groups: list[list[Edit]] = []
-    for edit in sorted(edits, key=lambda edit: (edit.cell or 0, edit.start, edit.end)):
-        near = groups and groups[-1][0].cell == edit.cell
-        if near and edit.line - max(other.end_line for other in groups[-1]) < FAR_APART:
-            groups[-1].append(edit)
-        else:
-            groups.append([edit])
-    return groups
-
-
-def _trimmed(change: LineChange) -> LineChange:
-    """Drop unchanged lines at the start and end of a change."""
-    shorter = min(len(change.old), len(change.new))
-    pairs = list(zip(change.old, change.new, strict=False))
-    top = next((number for number, (old, new) in enumerate(pairs) if old != new), shorter)
-    old, new = change.old[top:], change.new[top:]
-    while old and new and old[-1] == new[-1]:
-        old, new = old[:-1], new[:-1]
-    return change.but(line=change.line + top, old=old, new=new)

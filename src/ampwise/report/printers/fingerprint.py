@@ -39,30 +39,17 @@ def fingerprints(findings: Sequence[Finding]) -> list[str]:
 
     They contain no line, column, step or rank; findings that are otherwise equal are distinguished by their order.
     """
+    import hashlib  # loads OpenSSL
+
     seen: Counter[str] = Counter()
     prints = []
     for finding in findings:
-        identity = _identity(finding)
-        prints.append(_digest(f"{identity}\0{seen[identity]}"))
+        place = finding.place
+        path = project_path(place.file) if place.file else ""
+        message = re.sub(r"\b(cell|line|step|rank)s? \d+", r"\1", finding.message)
+        named = (place.module or "", place.parameter or "", place.device or "")
+        identity = "\0".join((finding.rule.code, path, *named, message))
+        text = f"{identity}\0{seen[identity]}"
+        prints.append(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40])
         seen[identity] += 1
     return prints
-
-
-def _identity(finding: Finding) -> str:
-    place = finding.place
-    message = re.sub(r"\b(cell|line|step|rank)s? \d+", r"\1", finding.message)
-    parts = (
-        finding.rule.code,
-        project_path(place.file) if place.file else "",
-        place.module or "",
-        place.parameter or "",
-        place.device or "",
-        message,
-    )
-    return "\0".join(parts)
-
-
-def _digest(text: str) -> str:
-    import hashlib  # loads OpenSSL
-
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]

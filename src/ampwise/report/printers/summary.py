@@ -1,18 +1,37 @@
-"""Sort findings for reading, and summarize them in a line."""
+"""Sort and count findings: the summary line, and the counts per rule of ``--statistics``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ampwise.errors import BadInput
 from ampwise.finding import Finding, Severity
 from ampwise.finding.terminal import paint
 
-__all__ = ["describe_unchecked", "fix_mark", "in_file_order", "summary"]
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from typing import Any
+
+__all__ = ["describe_unchecked", "fix_mark", "in_file_order", "render_statistics", "summary"]
+
+NO_STATISTICS = ("gitlab", "sarif")  # formats that cannot contain counts
 
 
 def in_file_order(findings: Sequence[Finding]) -> list[Finding]:
     """Sort findings by file and line, as ruff does; those without a file come last, worst first."""
-    return sorted(findings, key=_reading_key)
+
+    def key(finding: Finding) -> tuple[object, ...]:
+        place = finding.place
+        where = (place.file is None, place.file or "", place.cell or 0, place.line or 0, place.column or 0)
+        what = (finding.severity.rank, finding.rule.code, place.parameter or "", place.module or "", place.step or 0)
+        return (*where, *what, place.rank or 0, finding.message)
+
+    return sorted(findings, key=key)
+
+
+def fix_mark(finding: Finding, colour: bool = False) -> str:
+    """Return the mark "[*] " for a finding that ``--fix`` fixes; empty for others, also those with unsafe edits."""
+    return f"[{paint('*', 'fixable', colour)}] " if finding.edits and finding.safe else ""
 
 
 def summary(findings: Sequence[Finding], colour: bool = False) -> str:
@@ -23,9 +42,20 @@ def summary(findings: Sequence[Finding], colour: bool = False) -> str:
     """
     if not findings:
         return paint("All checks passed!", "ok", colour)
-    parts = [part for severity in Severity if (part := _count(findings, severity, colour))]
-    found = f"Found {len(findings)} finding{'s' if len(findings) > 1 else ''} ({', '.join(parts)})."
-    return "\n".join([found, *_fixable(findings, colour)])
+    parts = []
+    for severity in Severity:
+        number = sum(finding.severity is severity for finding in findings)
+        plural = "s" if number > 1 and severity is not Severity.INFO else ""
+        parts += [paint(f"{number} {severity}{plural}", severity, colour)] if number else []
+    text = f"Found {len(findings)} finding{'s' if len(findings) > 1 else ''} ({', '.join(parts)})."
+    safe = sum(bool(finding.edits) and finding.safe for finding in findings)
+    unsafe = sum(bool(finding.edits) and not finding.safe for finding in findings)
+    if safe:
+        more = f" ({unsafe} more with `--fix --unsafe-fixes`)" if unsafe else ""
+        text += f"\n[{paint('*', 'fixable', colour)}] {safe} fixable with `--fix`{more}."
+    elif unsafe:
+        text += f"\n{unsafe} fixable with `--fix --unsafe-fixes`."
+    return text
 
 
 def describe_unchecked(unread: int, partly: int) -> str:
@@ -40,34 +70,34 @@ def describe_unchecked(unread: int, partly: int) -> str:
     return f"{partly} file{'s were' if partly > 1 else ' was'} checked only in part" if partly else ""
 
 
-def fix_mark(finding: Finding, colour: bool = False) -> str:
-    """Return the mark "[*] " for a finding that ``--fix`` fixes; empty for others, also those with unsafe edits."""
-    return f"[{paint('*', 'fixable', colour)}] " if finding.edits and finding.safe else ""
+def render_statistics(findings: Sequence[Finding], output_format: str, colour: bool = False) -> str:
+    """Return one line per rule, the most frequent first, or a JSON array, as ``ruff check --statistics`` does.
 
+    A star marks a rule whose findings ``--fix`` can all fix; a dash marks one of which it can fix some.
+    """
+    if output_format in NO_STATISTICS:
+        raise BadInput(f"--statistics does not support {output_format}. Use --output-format concise or json.")
+    rows: dict[str, dict[str, Any]] = {}
+    for finding in findings:
+        rule = finding.rule
+        blank = {"code": rule.code, "name": rule.name, "severity": str(rule.severity), "count": 0}
+        row = rows.setdefault(rule.code, {**blank, "fixable": False, "fixable_count": 0})
+        row["count"] += 1
+        row["fixable_count"] += bool(finding.edits) and finding.safe
+        row["fixable"] = row["fixable_count"] > 0
+    counts = sorted(rows.values(), key=lambda row: (-row["count"], row["code"]))
+    if output_format == "json":
+        from ampwise.finding.strict_json import dumps
 
-def _fixable(findings: Sequence[Finding], colour: bool) -> list[str]:
-    safe = sum(bool(finding.edits) and finding.safe for finding in findings)
-    unsafe = sum(bool(finding.edits) and not finding.safe for finding in findings)
-    more = f"{unsafe} more with `--fix --unsafe-fixes`" if safe else f"{unsafe} fixable with `--fix --unsafe-fixes`"
-    if safe:
-        return [f"[{paint('*', 'fixable', colour)}] {safe} fixable with `--fix`{f' ({more})' if unsafe else ''}."]
-    return [f"{more}."] if unsafe else []
-
-
-def _reading_key(finding: Finding) -> tuple[object, ...]:
-    place = finding.place
-    where = (place.file is None, place.file or "", place.cell or 0, place.line or 0, place.column or 0)
-    what = (
-        finding.severity.rank,
-        finding.rule.code,
-        place.parameter or "",
-        place.module or "",
-        place.step or 0,
-    )
-    return (*where, *what, place.rank or 0, finding.message)
-
-
-def _count(findings: Sequence[Finding], severity: Severity, colour: bool) -> str:
-    number = sum(finding.severity is severity for finding in findings)
-    plural = "s" if number > 1 and severity is not Severity.INFO else ""
-    return paint(f"{number} {severity}{plural}", severity, colour) if number else ""
+        return dumps(counts)
+    width = max((len(str(row["count"])) for row in counts), default=0)
+    code_width = max((len(row["code"]) for row in counts), default=0)
+    is_any_fixable = any(row["fixable"] for row in counts)
+    lines = []
+    for row in counts:
+        number = paint(f"{row['count']:>{width}}", "bold", colour)
+        code = paint(f"{row['code']:{code_width}}", row["severity"], colour)
+        star = " " if not row["fixable"] else "*" if row["fixable_count"] == row["count"] else "-"
+        mark = f"[{paint(star, 'fixable', colour)}] " if is_any_fixable else ""
+        lines.append(f"{number}  {code}  {mark}{row['name']}")
+    return "\n".join([*lines, summary(findings, colour)]) + "\n"

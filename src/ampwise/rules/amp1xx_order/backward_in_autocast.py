@@ -1,11 +1,8 @@
-"""A backward() call inside the autocast region."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.project import SourceFile
@@ -28,7 +25,7 @@ RULE = Rule(
 NEEDS = (("autocast",), (".backward(",))
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     seen = set()
     for event in code.events:
         autocast = event.context.autocast
@@ -41,7 +38,7 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
             )
 
 
-def check_event(backward: Backward) -> Iterator[Finding]:
+def check_event(backward: Backward) -> Findings:
     if backward.autocast is not None:
         yield RULE.at(
             backward.site.place, f"`backward` is called inside an autocast region in {backward.autocast.upper()}"

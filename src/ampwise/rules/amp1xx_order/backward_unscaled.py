@@ -1,8 +1,5 @@
-"""A plain backward() whose gradients the scaler then unscales."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.call_events import ANYTHING
@@ -10,7 +7,7 @@ from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import dotted_text
 from ampwise.check.source.scaled_losses import is_certainly_scaled, may_be_scaled
 from ampwise.check.source.statement_order import is_always_bound, is_certainly_grad_scaler, statement_range
-from ampwise.finding import Edit, Finding, Rule, Severity
+from ampwise.finding import Edit, Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import Moment, Region, SourceEvent, SourceFile
@@ -36,9 +33,18 @@ SCALES_MANUALLY = LazyPattern(r"get_scale\(|\._scale\b|\.grad\b|register_hook")
 APPLIES = ("scaled backward", "opaque", "optimizer step", "zero grad", "unscale", "scaler step")
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     for region in code.visible_regions:
-        found = list(_unscaled(region))
+        found = []  # the plain backward calls, each with the scaler step that applies it
+        for backward, moments in region.visits("backward"):
+            # On the other paths, within an accumulation window, the gradients only add up.
+            applied = [m for m in moments if any(m.later("scaler step", "optimizer step", "scaled backward", "opaque"))]
+            steps = [step for moment in applied if (step := _step_of(moment))]
+            # Next to a branch that scales, this may be the branch where the scaler is disabled.
+            if region.has("scaled backward") and not all(is_certainly_scaled(step) for step in steps):
+                continue
+            if steps and len(steps) == len(applied) and not may_be_scaled(backward):
+                found.append((backward, steps[0]))
         edits, doubt = _scaled(found, region, code)
         for backward, step in found:
             yield RULE.at(
@@ -48,19 +54,6 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
                 edits=edits,
                 safe=doubt is None,
             )
-
-
-def _unscaled(region: Region) -> Iterator[tuple[SourceEvent, SourceEvent]]:
-    """Yield the plain backward calls, each with the scaler step that applies it."""
-    for backward, moments in region.visits("backward"):
-        # On the other paths, within an accumulation window, the gradients only add up.
-        applied = [m for m in moments if any(m.later("scaler step", "optimizer step", "scaled backward", "opaque"))]
-        steps = [step for moment in applied if (step := _step_of(moment))]
-        # Next to a branch that scales, this may be the branch where the scaler is disabled.
-        if region.has("scaled backward") and not all(is_certainly_scaled(step) for step in steps):
-            continue
-        if steps and len(steps) == len(applied) and not may_be_scaled(backward):
-            yield backward, steps[0]
 
 
 def _step_of(moment: Moment) -> SourceEvent | None:
@@ -93,23 +86,19 @@ def _scaled(
     script = found[0][0].frame.outline.script
     losses = dict.fromkeys(backward.receiver for backward, _ in found)
     edits = tuple(script.replace(loss, f"{scaler}.scale({script.segment(loss)})") for loss in losses)
-    doubts = (_doubt(backward, step, scaler, code) for backward, step in found)
-    return edits, next(filter(None, doubts), None)
+    for backward, step in found:
+        if not is_certainly_grad_scaler(step, code):
+            return edits, "it is unclear whether the scaler is always a GradScaler"
+        between = statement_range(backward, step)
+        surely_steps = between is not None and not between.may_be_left and not between.rebinds(scaler)
+        if not surely_steps and not is_always_bound(step):
+            return edits, "the scaler may not exist yet at the backward"
+        if SCALES_MANUALLY.search(script.text):
+            return edits, "the gradients may be scaled manually elsewhere"
+    return edits, None
 
 
-def _doubt(backward: SourceEvent, step: SourceEvent, scaler: str, code: SourceFile) -> str | None:
-    if not is_certainly_grad_scaler(step, code):
-        return "it is unclear whether the scaler is always a GradScaler"
-    between = statement_range(backward, step)
-    surely_steps = between is not None and not between.may_be_left and not between.rebinds(scaler)
-    if not surely_steps and not is_always_bound(step):
-        return "the scaler may not exist yet at the backward"
-    if SCALES_MANUALLY.search(backward.frame.outline.script.text):
-        return "the gradients may be scaled manually elsewhere"
-    return None
-
-
-def check_event(step: ScalerStep) -> Iterator[Finding]:
+def check_event(step: ScalerStep) -> Findings:
     for backward in step.unscaled:
         what = "part of the loss" if backward.partly else "the loss"
         yield RULE.at(

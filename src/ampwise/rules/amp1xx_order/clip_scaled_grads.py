@@ -1,15 +1,12 @@
-"""Clipping while the gradients are still multiplied by the loss scale."""
-
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.names import dotted_text
 from ampwise.check.source.statement_order import is_certainly_grad_scaler, may_be_retried, statement_range
 from ampwise.check.source.steps import STEPS, surely_scaled
-from ampwise.finding import Edit, Finding, Rule, Severity
+from ampwise.finding import Edit, Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import Moment, Region, SourceEvent, SourceFile, StatementRange
@@ -39,7 +36,7 @@ RULE = Rule(
 NEEDS = (("caler",), (".backward(",), ("clip", "clamp_", "_foreach_", "norm"))
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     for region in code.regions:
         for clip, moments in region.visits("clip"):
             scaled = surely_scaled(moments)
@@ -81,7 +78,16 @@ def _unscale_first(
     if scaler is None or optimizer is None or between.rebinds(scaler, optimizer):
         return (), None
     edit = clip.frame.outline.script.insert_before(between.first, f"{scaler}.unscale_({optimizer})")
-    return (edit,), _doubt(between, step, region, code)
+    doubt = None
+    if between.may_be_left:
+        doubt = "the step may be skipped after the clip, and the next `unscale_` would then raise an error"
+    elif may_be_retried(step):
+        doubt = "an exception may be caught before the step, and the next `unscale_` would then raise an error"
+    elif region.has("opaque"):
+        doubt = "a function whose source is not available takes part in the step"
+    elif not is_certainly_grad_scaler(step, code):
+        doubt = "it is unclear whether the scaler is always a GradScaler"
+    return (edit,), doubt
 
 
 def _is_before(between: StatementRange, backward: SourceEvent, step: SourceEvent) -> bool:
@@ -91,19 +97,7 @@ def _is_before(between: StatementRange, backward: SourceEvent, step: SourceEvent
     return between.starts_plainly if backward.frame is not step.frame else not between.is_in_first(backward)
 
 
-def _doubt(between: StatementRange, step: SourceEvent, region: Region, code: SourceFile) -> str | None:
-    if between.may_be_left:
-        return "the step may be skipped after the clip, and the next `unscale_` would then raise an error"
-    if may_be_retried(step):
-        return "an exception may be caught before the step, and the next `unscale_` would then raise an error"
-    if region.has("opaque"):
-        return "a function whose source is not available takes part in the step"
-    if not is_certainly_grad_scaler(step, code):
-        return "it is unclear whether the scaler is always a GradScaler"
-    return None
-
-
-def check_event(clip: Clip) -> Iterator[Finding]:
+def check_event(clip: Clip) -> Findings:
     if clip.scaled and clip.backward is not None:
         yield RULE.at(
             clip.site.place,

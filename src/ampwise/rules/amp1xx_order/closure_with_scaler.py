@@ -1,16 +1,13 @@
-"""A closure passed to ``scaler.step``, or an optimizer that needs one."""
-
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.names import dotted_text
 from ampwise.check.source.outline import FunctionOutline
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.scalers import scalers_in
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import Frame, SourceFile
@@ -39,7 +36,7 @@ NEEDS = (("caler",), (".step(",), ("closure", "LBFGS"))
 NEEDS_A_CLOSURE = {"torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS"}
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     for region in code.regions:
         # The kinds of events in each function, or in functions it calls.
         kinds: dict[FunctionOutline, set[str]] = {}
@@ -50,10 +47,14 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
             call, frame = event.node, event.frame
             if not isinstance(call, ast.Call):
                 continue
-            if event.kind == "optimizer step" and _scaled_in_closure(call, frame, kinds):
-                yield RULE.at(
-                    event.place, "the closure's gradients are applied while still multiplied by the loss scale"
-                )
+            if event.kind == "optimizer step":
+                closure = _given_closure(call, call.args, frame)
+                target = frame.definition(closure) if isinstance(closure, ast.Name) else None
+                inside = kinds.get(target, set()) if isinstance(target, FunctionOutline) else set()
+                if "scaled backward" in inside and not inside & {"unscale", "opaque", "scaler step"}:
+                    yield RULE.at(
+                        event.place, "the closure's gradients are applied while still multiplied by the loss scale"
+                    )
             if event.kind != "scaler step":
                 continue
             # A scaler from another file may be of a class that supports closures.
@@ -79,14 +80,6 @@ def _given_closure(call: ast.Call, further: list[ast.expr], frame: Frame) -> ast
     return None
 
 
-def _scaled_in_closure(call: ast.Call, frame: Frame, kinds: dict[FunctionOutline, set[str]]) -> bool:
-    """Return whether the closure of ``optimizer.step(closure)`` scales the loss and leaves the gradients scaled."""
-    closure = _given_closure(call, call.args, frame)
-    target = frame.definition(closure) if isinstance(closure, ast.Name) else None
-    inside = kinds.get(target, set()) if isinstance(target, FunctionOutline) else set()
-    return "scaled backward" in inside and not inside & {"unscale", "opaque", "scaler step"}
-
-
-def check_event(step: ScalerStep) -> Iterator[Finding]:
+def check_event(step: ScalerStep) -> Findings:
     if step.closure:
         yield RULE.at(step.site.place, f"`scaler.step` is called with a closure for {step.optimizer}")

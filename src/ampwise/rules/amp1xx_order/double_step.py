@@ -1,14 +1,11 @@
-"""An update that is applied twice."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import Moment, SourceEvent, SourceFile
+    from ampwise.check.source.types import SourceFile
     from ampwise.watch.run_events import OptimizerStep, ScalerStep
 
 RULE = Rule(
@@ -27,10 +24,13 @@ RULE = Rule(
 NEEDS = (("caler",), (".backward(",), (".step(",))
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     for region in code.regions:
         for step, moments in region.visits("scaler step", "optimizer step"):
-            found = [first for moment in moments if (first := _step_before(moment))]
+            optimizer = step.other if step.kind == "scaler step" else step.key
+            visible = [moment for moment in moments if optimizer and not moment.opaque]
+            firsts = [moment.stepped.get(optimizer) for moment in visible]
+            found = [first for first in firsts if first and not first.kind == step.kind == "optimizer step"]
             # Every run that takes the first step takes this one too, if it has no additional condition.
             guards = set(region.own_guards(step))
             if found and (
@@ -40,16 +40,7 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
                 yield RULE.at(step.place, f"these gradients were already applied in {found[0].spot(step)}")
 
 
-def _step_before(moment: Moment) -> SourceEvent | None:
-    event = moment.event
-    optimizer = event.other if event.kind == "scaler step" else event.key
-    first = moment.stepped.get(optimizer) if optimizer else None
-    if first is None or moment.opaque or (first.kind == event.kind == "optimizer step"):
-        return None
-    return first
-
-
-def check_event(step: OptimizerStep | ScalerStep) -> Iterator[Finding]:
+def check_event(step: OptimizerStep | ScalerStep) -> Findings:
     if hasattr(step, "bare"):  # a scaler's
         if step.bare:
             yield RULE.at(step.site.place, "`scaler.step` applies gradients that `optimizer.step` has just applied")

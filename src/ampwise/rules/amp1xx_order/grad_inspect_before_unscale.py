@@ -1,5 +1,3 @@
-"""Gradients that are read while still multiplied by the loss scale."""
-
 from __future__ import annotations
 
 import ast
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import method_called
 from ampwise.check.source.steps import surely_scaled
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import FunctionOutline, SourceEvent, SourceFile
@@ -47,13 +45,18 @@ SCALE_INVARIANT = LazyPattern(r"isfinite|isnan|isinf|is_nan|nonzero|count_nonzer
 SCALE = LazyPattern(r"scale(?!r)|scaling", re.IGNORECASE)
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     for region in code.regions:
         reported: set[FunctionOutline] = set()
         for read, moments in region.visits("grad read"):
             scaled = surely_scaled(moments)
             function = read.frame.function
-            if not scaled or function in reported or not _measures(read.node) or _accounts_for_scale(read):
+            if not scaled or function in reported:
+                continue
+            # Does it compute a number from a parameter's gradient? `torch.autograd.grad(...)` is not one.
+            name = method_called(read.node) or getattr(getattr(read.node, "func", None), "id", "")
+            differentiates = any(method_called(part) == "grad" for part in ast.walk(read.node))
+            if name not in MEASURES | TORCH_MEASURES or differentiates or _accounts_for_scale(read):
                 continue
             # A norm that is part of a manual clip: the clip is the mistake, and AMP101 reports it.
             clips = [clip for moment in scaled for clip in moment.later("clip") if clip.frame.function is function]
@@ -63,12 +66,6 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
                 yield RULE.at(
                     read.place, f"these gradients are still multiplied by the loss scale from {backward.spot(read)}"
                 )
-
-
-def _measures(read: ast.expr) -> bool:
-    """Return whether it computes a number from a parameter's gradient; ``torch.autograd.grad(...)`` is not one."""
-    name = method_called(read) or getattr(getattr(read, "func", None), "id", "")
-    return name in MEASURES | TORCH_MEASURES and not any(method_called(part) == "grad" for part in ast.walk(read))
 
 
 def _accounts_for_scale(read: SourceEvent) -> bool:
@@ -124,7 +121,7 @@ def _gradients(node: ast.expr) -> Iterator[ast.expr]:
             pending += [child for child in ast.iter_child_nodes(part) if isinstance(child, ast.expr)]
 
 
-def check_event(measured: GradNormRead) -> Iterator[Finding]:
+def check_event(measured: GradNormRead) -> Findings:
     if measured.scaled:
         yield RULE.at(
             measured.site.place,

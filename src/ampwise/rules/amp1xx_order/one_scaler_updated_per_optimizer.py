@@ -1,13 +1,10 @@
-"""One scaler that is updated after each of several optimizers' steps."""
-
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.names import dotted_text
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import Moment, Region, SourceEvent, SourceFile
@@ -37,7 +34,7 @@ RULE = Rule(
 NEEDS = (("caler",), (".backward(",), (".update(",))
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     for region in code.visible_regions:
         reported: set[str | None] = set()
         for update, moments in region.visits("update"):
@@ -113,7 +110,7 @@ def _once_per_iteration(event: SourceEvent, region: Region) -> bool:
     return True
 
 
-def check_event(update: ScalerUpdate) -> Iterator[Finding]:
+def check_event(update: ScalerUpdate) -> Findings:
     if update.earlier and update.earlier_site is not None:
         yield RULE.at(
             update.site.place,

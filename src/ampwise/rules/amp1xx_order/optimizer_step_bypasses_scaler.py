@@ -1,11 +1,8 @@
-"""Scaled gradients applied by a direct ``optimizer.step()``."""
-
 from __future__ import annotations
 
 import ast
 import functools
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.call_events import ANYTHING
@@ -14,7 +11,7 @@ from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.scaled_losses import is_certainly_scaled
 from ampwise.check.source.torch_names import SCALER
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import ExecutionPath, Moment, SourceEvent, SourceFile
@@ -40,7 +37,7 @@ NEEDS = (("caler",), (".backward(",), (".step(",))
 CHECKS_FOR_INF = LazyPattern(r"finite|isinf|isnan|found_inf|overflow|nan", re.IGNORECASE)
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     for region in code.visible_regions:
         by_optimizer: dict[str | None, list[SourceEvent]] = {}
         for event in region.events_of("scaler step"):
@@ -78,7 +75,7 @@ def _holds_scaler(step: SourceEvent) -> bool:
     return False
 
 
-def check_event(step: OptimizerStep) -> Iterator[Finding]:
+def check_event(step: OptimizerStep) -> Findings:
     if step.scaled:
         what = "unscaled gradients directly" if step.unscaled else "gradients multiplied by the loss scale"
         yield RULE.at(

@@ -1,14 +1,11 @@
-"""A scaler that steps but never updates its scale."""
-
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.names import dotted_text, method_called
 from ampwise.check.source.statement_order import is_certainly_grad_scaler, statement_range
-from ampwise.finding import Edit, Finding, Rule, Severity
+from ampwise.finding import Edit, Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import Moment, Region, SourceEvent, SourceFile
@@ -32,16 +29,21 @@ RULE = Rule(
 NEEDS = (("caler",), (".backward(",), (".step(",))
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     updated = {event.key for event in code.events if event.kind == "update"}
     passed_on = {key for event in code.events if event.kind == "opaque" for key in event.keys}
     for region in code.visible_regions:
         for step, moments in region.visits("scaler step"):
             if step.key in updated or step.key in passed_on or _has_hidden_base(step):
                 continue
-            if all(moment.scaled and not _is_followed(moment) for moment in moments):
-                edits = _update_after(step, moments)
-                doubt = _doubt(step, region, code) if edits else None
+            # An update follows, or another optimizer's step, which is then the place for one.
+            followed = any(
+                event.kind == "update" or (event.key == step.key and event.node is not step.node)
+                for moment in moments
+                for event in moment.later("update", "scaler step")
+            )
+            if not followed and all(moment.scaled for moment in moments):
+                edits, doubt = _update_after(step, moments, region, code)
                 yield RULE.at(
                     step.place,
                     "the scale is never updated after this step",
@@ -60,38 +62,30 @@ def _has_hidden_base(step: SourceEvent) -> bool:
     return any(base.rpartition(".")[2] not in known for base in bases)
 
 
-def _is_followed(moment: Moment) -> bool:
-    """Return whether an update follows, or another optimizer's step, which is then the place for one."""
-    step = moment.event
-    return any(moment.later("update")) or any(
-        event.key == step.key and event.node is not step.node for event in moment.later("scaler step")
-    )
-
-
-def _update_after(step: SourceEvent, moments: list[Moment]) -> tuple[Edit, ...]:
-    """Return the edit that adds ``scaler.update()``, if the step is its own statement, executed once per iteration."""
+def _update_after(
+    step: SourceEvent, moments: list[Moment], region: Region, code: SourceFile
+) -> tuple[tuple[Edit, ...], str | None]:
+    """Return the edit that adds ``scaler.update()``, if the step is its own statement, executed once per iteration,
+    and why the update may not be missing: a second one in an iteration raises an error.
+    """
     backwards = [backward for moment in moments for backward in moment.scaled.values()]
     loops = step.context.loops
     once = all(loops == backward.context.loops[: len(loops)] for backward in backwards)
     scaler = dotted_text(step.receiver)
     alone = statement_range(step, step)
     if not once or scaler is None or alone is None or isinstance(alone.first, ast.Return):
-        return ()
-    return (step.frame.outline.script.insert_after(step.node, f"{scaler}.update()"),)
-
-
-def _doubt(step: SourceEvent, region: Region, code: SourceFile) -> str | None:
-    """Return why an update may not be missing; a second one in an iteration raises an error."""
+        return (), None
+    doubt = None
     if region.loop is None:
-        return "the caller of this step may update the scale after it"
-    if any(method_called(call) == "update" and not (call.args or call.keywords) for call in code.nodes(ast.Call)):
-        return "there is an `update()` call that may be the scaler's"
-    if not is_certainly_grad_scaler(step, code):
-        return "it is unclear whether the scaler is always a GradScaler"
-    return None
+        doubt = "the caller of this step may update the scale after it"
+    elif any(method_called(call) == "update" and not (call.args or call.keywords) for call in code.nodes(ast.Call)):
+        doubt = "there is an `update()` call that may be the scaler's"
+    elif not is_certainly_grad_scaler(step, code):
+        doubt = "it is unclear whether the scaler is always a GradScaler"
+    return (step.frame.outline.script.insert_after(step.node, f"{scaler}.update()"),), doubt
 
 
-def check_event(step: ScalerStep) -> Iterator[Finding]:
+def check_event(step: ScalerStep) -> Findings:
     if step.again:
         yield RULE.at(
             step.site.place, "the second `scaler.step` without a `scaler.update` in between: torch raises an error here"

@@ -1,11 +1,8 @@
-"""A scheduler that is stepped even when the scaler skips the optimizer step."""
-
 from __future__ import annotations
 
 import ast
 import functools
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.execution_paths import MOST_PATHS
@@ -13,7 +10,7 @@ from ampwise.check.source.frame import PossibleValue
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import dotted_text
 from ampwise.check.source.questions import guard_source
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import BranchGuard, ExecutionPath, Loop, SourceEvent, SourceFile
@@ -50,32 +47,28 @@ ONCE_PER_EPOCH = LazyPattern(r"==.*\blen\(|\blen\(.*==")  # if i == len(loader) 
 LR_FINDER = LazyPattern(r"lr_?find|find_?lr|record_lr|range_test|lr_range", re.IGNORECASE)
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     for region in code.visible_regions:
         applied = {guard for event in region.events_of("scaler step") for guard in event.context.guards}
         for step, moments in region.visits("scheduler step"):
             # Both run once per iteration: on the same path and in the same loops.
             follows = any(step.context.loops in _loops_of_scaled_steps(moment.path) for moment in moments)
-            asked = [guard for guard in region.own_guards(step) if guard not in applied]
-            if follows and not _is_conditional(step, asked):
+            # `step(epoch + i / n)` sets a position and `step(loss)` a plateau.
+            has_arguments = isinstance(step.node, ast.Call) and bool(step.node.args or step.node.keywords)
+            finds_lr = any(LR_FINDER.search(frame.function.name) for frame in step.frame.callers())
+            if not follows or has_arguments or finds_lr:
+                continue
+            asked = (guard for guard in region.own_guards(step) if guard not in applied)
+            if not any(
+                guard.boundary is not None or _checks_step(guard_source(guard)) or _checks_result(guard, step)
+                for guard in asked
+            ):
                 yield RULE.at(step.place, "the scheduler advances even when the scaler skips the optimizer's step")
 
 
 @functools.lru_cache(maxsize=MOST_PATHS)  # called for every step on a path
 def _loops_of_scaled_steps(path: ExecutionPath) -> set[tuple[Loop, ...]]:
     return {event.context.loops for event in path.events if event.kind == "scaler step"}
-
-
-def _is_conditional(step: SourceEvent, guards: list[BranchGuard]) -> bool:
-    """Return whether this step is conditional on the optimizer step, or does not count iterations."""
-    # `step(epoch + i / n)` sets a position and `step(loss)` a plateau.
-    has_arguments = isinstance(step.node, ast.Call) and bool(step.node.args or step.node.keywords)
-    if has_arguments or any(LR_FINDER.search(frame.function.name) for frame in step.frame.callers()):
-        return True
-    return any(
-        guard.boundary is not None or _checks_step(guard_source(guard)) or _checks_result(guard, step)
-        for guard in guards
-    )
 
 
 def _checks_step(asked: str) -> bool:
@@ -97,6 +90,6 @@ def _checks_result(guard: BranchGuard, step: SourceEvent) -> bool:
     return False
 
 
-def check_event(move: SchedulerStep) -> Iterator[Finding]:
+def check_event(move: SchedulerStep) -> Findings:
     if move.after_skip and move.per_step:
         yield RULE.at(move.site.place, f"`{move.scheduler}` advances after a step that the scaler skipped")

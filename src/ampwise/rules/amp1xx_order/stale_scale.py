@@ -1,5 +1,3 @@
-"""A loss scale that is read once and used after ``update()`` may have changed it."""
-
 from __future__ import annotations
 
 import ast
@@ -12,7 +10,7 @@ from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.names import method_called
 from ampwise.check.source.torch_names import SCALER
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import CodeSite, CodeTrace, Frame, SourceFile
@@ -44,7 +42,7 @@ SCALED_THINGS = LazyPattern(r"grad|norm|loss", re.IGNORECASE)
 IN_PLACE = frozenset(("mul_", "div_", "mul", "div", "_foreach_mul_", "_foreach_div_"))
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     for trace in code.traces:
         taken = _scales_taken(trace)
         if not taken:

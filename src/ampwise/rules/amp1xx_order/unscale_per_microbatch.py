@@ -1,8 +1,5 @@
-"""``unscale_`` called on every micro-batch of an accumulation window."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.accumulation import (
@@ -10,7 +7,7 @@ from ampwise.check.source.accumulation import (
     names_one_optimizer,
 )
 from ampwise.check.source.names import method_called
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import AccumulationWindow, SourceEvent, SourceFile
@@ -39,7 +36,7 @@ RULE = Rule(
 NEEDS = (("unscale_",), (".backward(",))
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     for event in events_of_each_micro_batch(code, "unscale", _is_wrong):
         yield RULE.at(event.place, "unscales on every micro-batch, but the step comes only after the last")
 
@@ -50,7 +47,7 @@ def _is_wrong(event: SourceEvent, window: AccumulationWindow) -> bool:
     return is_call and not window.only_sometimes(event)
 
 
-def check_event(step: ScalerStep) -> Iterator[Finding]:
+def check_event(step: ScalerStep) -> Findings:
     if step.unscaled_midway is not None:
         yield RULE.at(
             step.unscaled_midway.place,

@@ -1,15 +1,12 @@
-"""``unscale_`` called twice on one optimizer between two updates."""
-
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.accumulation import names_one_optimizer
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.questions import guard_source
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import Moment, SourceEvent, SourceFile
@@ -41,16 +38,19 @@ NEEDS = (("unscale_",),)
 BAD_STEP = LazyPattern(r"nan|isinf|_inf|finite|overflow", re.IGNORECASE)
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     for region in code.visible_regions:
         finite: dict[str | None, list[SourceEvent]] = {}  # updates under a finiteness test, by scaler
         for update in region.events_of("update"):
             if any(BAD_STEP.search(guard_source(guard)) for guard in update.context.guards):
                 finite.setdefault(update.key, []).append(update)
         for event, moments in region.visits("unscale"):
-            first = [_before(moment) for moment in moments]
-            if first and first[0] and all(first) and names_one_optimizer(event):
-                line = first[0].spot(event)
+            # The unscale of the same optimizer by the same scaler since the last update, on each path.
+            known = event.key is not None and event.other is not None and names_one_optimizer(event)
+            visible = [moment for moment in moments if known and not moment.opaque]
+            earlier = [before for m in visible if (before := m.unscaled.get((event.key, event.other)))]
+            if earlier and len(earlier) == len(moments) and all(map(names_one_optimizer, earlier)):
+                line = earlier[0].spot(event)
                 yield RULE.at(event.place, f"this optimizer's gradients were already unscaled in {line}")
             elif region.loop is not None:
                 missed = _update_that_bad_steps_miss(event, moments, finite.get(event.key, []))
@@ -61,20 +61,16 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
                     )
 
 
-def _before(moment: Moment) -> SourceEvent | None:
-    """Return the unscale of the same optimizer by the same scaler since the last update on this path."""
-    event = moment.event
-    if moment.opaque or event.key is None or event.other is None:
-        return None
-    earlier = moment.unscaled.get((event.key, event.other))
-    return earlier if earlier is not None and names_one_optimizer(earlier) else None
-
-
 def _update_that_bad_steps_miss(
     event: SourceEvent, moments: list[Moment], updates: list[SourceEvent]
 ) -> SourceEvent | None:
     """Return the update skipped for non-finite gradients: ``if not has_nan: scaler.step(); scaler.update()``."""
-    if not updates or not any(_misses_the_update(moment) for moment in moments):
+    for moment in moments if updates else ():
+        updated = any(update.key == event.key for update in moment.later("update"))
+        goes_on = moment.path.ended in (None, "continue")
+        if not updated and goes_on and not moment.opaque and not any(moment.later("opaque")):
+            break
+    else:
         return None
     for update in updates:
         beyond = [guard for guard in update.context.guards if guard not in event.context.guards]
@@ -83,13 +79,7 @@ def _update_that_bad_steps_miss(
     return None
 
 
-def _misses_the_update(moment: Moment) -> bool:
-    updated = any(update.key == moment.event.key for update in moment.later("update"))
-    goes_on = moment.path.ended in (None, "continue")
-    return not updated and goes_on and not moment.opaque and not any(moment.later("opaque"))
-
-
-def check_event(unscale: Unscale) -> Iterator[Finding]:
+def check_event(unscale: Unscale) -> Findings:
     if unscale.again:
         yield RULE.at(
             unscale.site.place, "`unscale_` is called a second time before `update`: torch raises an error here"

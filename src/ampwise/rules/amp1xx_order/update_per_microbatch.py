@@ -1,13 +1,10 @@
-"""``scaler.update()`` called on every micro-batch of an accumulation window."""
-
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.accumulation import events_of_each_micro_batch
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import AccumulationWindow, SourceEvent, SourceFile
@@ -36,7 +33,7 @@ RULE = Rule(
 NEEDS = (("caler",), (".backward(",), (".update(",))
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     for event in events_of_each_micro_batch(code, "update", _is_wrong):
         yield RULE.at(event.place, "the scale may change between the micro-batches of one step")
 
@@ -47,7 +44,7 @@ def _is_wrong(event: SourceEvent, window: AccumulationWindow) -> bool:
     return not sets_a_scale and not window.only_sometimes(event)
 
 
-def check_event(update: ScalerUpdate) -> Iterator[Finding]:
+def check_event(update: ScalerUpdate) -> Findings:
     if update.pending and not update.steps:
         yield RULE.at(
             update.site.place,

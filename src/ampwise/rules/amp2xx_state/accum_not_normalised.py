@@ -1,5 +1,3 @@
-"""Accumulation over n micro-batches without dividing the loss by n."""
-
 from __future__ import annotations
 
 import ast
@@ -10,7 +8,7 @@ from ampwise.check.source.accumulation import accumulation_windows
 from ampwise.check.source.loss_normalisation import LossNormalisation
 from ampwise.check.source.names import dotted_text
 from ampwise.check.source.steps import BACKWARDS, STEPS
-from ampwise.finding import Edit, Finding, Rule, Severity
+from ampwise.finding import Edit, Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import AccumulationWindow, SourceEvent, SourceFile
@@ -40,7 +38,7 @@ RULE = Rule(
 NEEDS = ((".backward(",), ("autocast", "caler", "float16", ".half("))
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     mixed = {
         trace
         for trace in code.traces
@@ -89,7 +87,7 @@ def _divide(event: SourceEvent, window: AccumulationWindow) -> Iterator[Edit]:
         yield event.frame.outline.script.replace(loss, f"({divided})" if event.receiver is loss else divided)
 
 
-def check_event(step: OptimizerStep | ScalerStep) -> Iterator[Finding]:
+def check_event(step: OptimizerStep | ScalerStep) -> Findings:
     for backward in step.undivided:
         yield RULE.at(
             backward.site.place,

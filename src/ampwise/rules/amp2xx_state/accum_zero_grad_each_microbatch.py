@@ -1,15 +1,12 @@
-"""Accumulated gradients that are cleared on every micro-batch."""
-
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.accumulation import events_of_each_micro_batch
 from ampwise.check.source.names import dotted_text
 from ampwise.check.source.steps import STEPS
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import AccumulationWindow, SourceEvent, SourceFile
@@ -41,7 +38,7 @@ WHOLE_MODEL = frozenset(("model", "net", "network"))
 FEWEST = 3  # steps; dropping the gradients of a bad batch is rarer
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     for event in events_of_each_micro_batch(code, "zero grad", _clears_what_accumulates):
         yield RULE.at(event.place, "this discards the gradients of the earlier micro-batches")
 
@@ -56,7 +53,7 @@ def _clears_what_accumulates(event: SourceEvent, window: AccumulationWindow) -> 
     return clears_stepped or (dotted_text(event.receiver) or "").rpartition(".")[2] in WHOLE_MODEL
 
 
-def check_run(run: RunEvents) -> Iterator[Finding]:
+def check_run(run: RunEvents) -> Findings:
     for site, steps in run.dropped.items():
         if steps >= FEWEST and 2 * steps >= run.steps:
             yield RULE.at(

@@ -1,11 +1,8 @@
-"""Ranks with different loss scales."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.watch.run_events import RunEvents
@@ -26,7 +23,7 @@ RULE = Rule(
 )
 
 
-def check_run(run: RunEvents) -> Iterator[Finding]:
+def check_run(run: RunEvents) -> Findings:
     first = run.scales_by_rank.get(0, {})
     for rank, scales in sorted(run.scales_by_rank.items()):
         step = next((step for step, scale in sorted(scales.items()) if first.get(step, scale) != scale), None)

@@ -1,13 +1,10 @@
-"""A checkpoint without the scaler's state."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.checkpoints import saved_dicts, saves_scaler_alone
 from ampwise.check.source.scalers import uses_scaler
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.project import SourceFile
@@ -37,7 +34,7 @@ RULE = Rule(
 NEEDS = (("GradScaler", ".backward("), ("caler",), ("state_dict",))
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     if not uses_scaler(code):
         return
     lacking = [each for each in saved_dicts(code) if each.has_optimizer and each.is_whole and not each.has_scaler]
@@ -50,7 +47,7 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
             )
 
 
-def check_run(run: RunEvents) -> Iterator[Finding]:
+def check_run(run: RunEvents) -> Findings:
     stepped = [made for made in run.scalers if made.enabled]
     if not stepped or any(save.scaler for save in run.saves):
         return

@@ -1,11 +1,8 @@
-"""A GradScaler that is recreated every epoch or iteration."""
-
 from __future__ import annotations
 
 import ast
 import functools
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ampwise.check.source.lazy_pattern import LazyPattern
@@ -13,7 +10,7 @@ from ampwise.check.source.questions import guard_source
 from ampwise.check.source.scalers import scalers_made
 from ampwise.check.source.torch_names import OPTIMIZER, SCALER
 from ampwise.check.source.walk import events_in
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import BranchGuard, CodeTrace, EventContext, Frame, Loop, SourceFile
@@ -44,7 +41,7 @@ HOLDS_ONCE = LazyPattern(r"scaler|epoch|step|iter")
 TRAINS = ("backward", "scaled backward", "scaler step", "opaque")
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     for made in scalers_made(code):
         if any(_is_made_again(context, trace) for context, trace in made.contexts):
             yield RULE.at(code.script.place(made.node), "this scaler is recreated repeatedly and loses its scale")
@@ -100,7 +97,7 @@ def _trains_on(loop: Loop, trace: CodeTrace) -> bool:
     return trains and not any(loop in loops for loops in _training(trace).optimizer_loops)
 
 
-def check_event(made: ScalerCreated) -> Iterator[Finding]:
+def check_event(made: ScalerCreated) -> Findings:
     if made.stepped_before and made.enabled:
         yield RULE.at(
             made.site.place,

@@ -1,15 +1,12 @@
-"""A GradScaler that is never used."""
-
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.names import dotted_text
 from ampwise.check.source.scalers import scalers_made
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.project import SourceFile
@@ -39,7 +36,7 @@ REACHES_ALL = frozenset(("locals", "globals", "vars", "exec", "eval"))
 PLAIN_BASES = frozenset(("object", "nn.Module", "torch.nn.Module", "ABC", "abc.ABC"))
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     # The targets of each expression, assigned directly or as a branch of a conditional expression.
     assigned: dict[ast.expr | None, list[ast.expr]] = {}
     for target, value in code.assignments:
@@ -82,6 +79,6 @@ def _read_in(scope: ast.AST) -> tuple[set[str], bool]:
     return names | attributes, not called.isdisjoint(REACHES_ALL)
 
 
-def check_run(run: RunEvents) -> Iterator[Finding]:
+def check_run(run: RunEvents) -> Findings:
     for made in run.unused_scalers if run.steps else ():
         yield RULE.at(made.site.place, f"this GradScaler was never used, in a run of {run.steps} steps")

@@ -1,15 +1,12 @@
-"""One GradScaler passed to several processes or threads."""
-
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.precision import argument_of, literal_number
 from ampwise.check.source.scalers import scalers_in
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import CodeSite, Frame, SourceFile
@@ -40,19 +37,12 @@ STARTED_ONE_BY_ONE = frozenset(
 )
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     text = code.script.text
     if "GradScaler(" not in text or not any(word in text for word in ("spawn", "Process", "Thread", "start_processes")):
         return
-    reported = set()
-    for call, scaler, kind in _passed_scalers(code):
-        if call not in reported:
-            reported.add(call)
-            yield RULE.at(code.script.place(scaler), f"every {kind} gets the same GradScaler")
-
-
-def _passed_scalers(code: SourceFile) -> Iterator[tuple[ast.Call, ast.expr, str]]:
-    given: dict[str, list[tuple[ast.Call, ast.expr, str]]] = {}
+    found: dict[ast.Call, tuple[ast.expr, str]] = {}  # by the call that passes it: the scaler, and what is started
+    single: dict[str, list[tuple[ast.Call, ast.expr, str]]] = {}  # the same for single starts, by scaler
     for site in code.calls:
         call, frame = site.call, site.context.frame
         kind = _starts(call, frame)
@@ -64,12 +54,15 @@ def _passed_scalers(code: SourceFile) -> Iterator[tuple[ast.Call, ast.expr, str]
         )
         repeats = site.context.loops or any(call in _calls_in(node.elt) for node in comprehensions)
         if kind == "spawned process" or repeats:
-            yield call, scaler, kind
+            found.setdefault(call, (scaler, kind))
         else:
-            given.setdefault(frame.key(scaler) or ast.unparse(scaler), []).append((call, scaler, kind))
-    for starts in given.values():
+            single.setdefault(frame.key(scaler) or ast.unparse(scaler), []).append((call, scaler, kind))
+    for starts in single.values():
         if len({call for call, _, _ in starts}) > 1:
-            yield starts[1]
+            call, scaler, kind = starts[1]
+            found.setdefault(call, (scaler, kind))
+    for scaler, kind in found.values():
+        yield RULE.at(code.script.place(scaler), f"every {kind} gets the same GradScaler")
 
 
 def _starts(call: ast.Call, frame: Frame) -> str:
@@ -110,7 +103,7 @@ def _calls_in(scope: ast.AST) -> set[ast.AST]:
     return {node for node in ast.walk(scope) if isinstance(node, ast.Call)}
 
 
-def check_event(step: ScalerStep) -> Iterator[Finding]:
+def check_event(step: ScalerStep) -> Findings:
     if step.threads > 1:
         yield RULE.at(
             step.site.place, f"{step.threads} threads use this GradScaler", evidence={"threads": step.threads}

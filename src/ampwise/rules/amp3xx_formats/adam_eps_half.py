@@ -1,18 +1,14 @@
-"""Adam on FP16 parameters with an eps that FP16 rounds to zero."""
-
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.half_models import half_optimizers
 from ampwise.check.source.precision import argument_of, literal_number
 from ampwise.check.source.torch_names import FP16
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import Frame, SourceFile
+    from ampwise.check.source.types import SourceFile
     from ampwise.watch.run_events import OptimizerStep, ScalerStep
 
 RULE = Rule(
@@ -39,29 +35,27 @@ DEFAULT_EPS = 1e-8
 LARGEST_THAT_ROUNDS_TO_ZERO = 2.0**-25
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     text = code.script.text
     if "optim" not in text or "backward(" not in text:
         return
     for pair in half_optimizers(code, FP16):
-        eps = _eps(pair.optimizer, pair.frame) if pair.frame.qualified(pair.optimizer.func) in DIVIDING else None
+        call, frame = pair.optimizer, pair.frame
+        # A fused kernel adds eps in FP32; unpacked or further arguments may be anything.
+        unknown = len(call.args) > 2 or any(word.arg is None or word.arg == "fused" for word in call.keywords)
+        if unknown or frame.qualified(call.func) not in DIVIDING:
+            continue
+        given = argument_of(call, "eps")
+        eps: float | None = DEFAULT_EPS
+        if given is not None:
+            values = frame.values(given)
+            eps = literal_number(values[0].node) if len(values) == 1 else None
         if eps is not None and eps <= LARGEST_THAT_ROUNDS_TO_ZERO:
             since = pair.model.spot(pair.place)
             yield RULE.at(pair.place, f"eps {eps:g} is zero in FP16, the dtype of the parameters since {since}")
 
 
-def _eps(call: ast.Call, frame: Frame) -> float | None:
-    """Return the eps in use; None when it is unknown, or when a fused kernel adds it in FP32."""
-    if any(word.arg is None or word.arg == "fused" for word in call.keywords) or len(call.args) > 2:
-        return None
-    given = argument_of(call, "eps")
-    if given is None:
-        return DEFAULT_EPS
-    values = frame.values(given)
-    return literal_number(values[0].node) if len(values) == 1 else None
-
-
-def check_event(step: OptimizerStep | ScalerStep) -> Iterator[Finding]:
+def check_event(step: OptimizerStep | ScalerStep) -> Findings:
     if step.half_parameters and step.eps is not None and step.eps <= LARGEST_THAT_ROUNDS_TO_ZERO:
         yield RULE.at(
             step.site.place,

@@ -1,21 +1,18 @@
-"""BF16 without a check that the GPU supports it."""
-
 from __future__ import annotations
 
 import ast
 import functools
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.torch_names import BF16
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import AutocastContext, EventContext, SourceFile
+    from ampwise.check.source.types import SourceFile
 
 RULE = Rule(
     code="AMP303",
@@ -48,7 +45,7 @@ CHOSEN = LazyPattern(r"bf16|bfloat|dtype|precision|half|fp16", re.IGNORECASE)
 ABOUT_BF16 = LazyPattern(r"bf16|bfloat16", re.IGNORECASE)
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     if code.uses_framework:
         return
     yield from _low_thresholds(code)
@@ -60,21 +57,18 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
         autocast = site.context.autocast
         if autocast is None or not autocast.known or not autocast.may_be_on or autocast.device in NOT_CUDA:
             continue
-        if autocast.is_surely(BF16) and not _is_an_option(site.context, autocast):
+        # The user may have chosen BF16 explicitly: `if args.bf16`, `enabled=cfg.bf16`.
+        asked = [guard_source(guard) for guard in site.context.guards]
+        enabled = argument_of(autocast.node, "enabled") if isinstance(autocast.node, ast.Call) else None
+        asked += [] if enabled is None else [ast.unparse(enabled)]
+        chosen = autocast.optional or CHOSEN.search(" ".join(asked))
+        if autocast.is_surely(BF16) and not chosen:
             place = code.script.place(autocast.node)
             yield RULE.at(place, "BF16 is used on any GPU: before compute capability 8.0 it is emulated")
             return  # one check fixes them all
 
 
-def _is_an_option(context: EventContext, autocast: AutocastContext) -> bool:
-    """Return whether the user chose BF16 explicitly: ``if args.bf16``, ``enabled=cfg.bf16``."""
-    asked = [guard_source(guard) for guard in context.guards]
-    enabled = argument_of(autocast.node, "enabled") if isinstance(autocast.node, ast.Call) else None
-    asked += [] if enabled is None else [ast.unparse(enabled)]
-    return autocast.optional or bool(CHOSEN.search(" ".join(asked)))
-
-
-def _low_thresholds(code: SourceFile) -> Iterator[Finding]:
+def _low_thresholds(code: SourceFile) -> Findings:
     """Yield a finding for checks like ``get_device_capability()[0] >= 7``, which a V100 passes."""
     if "capability" not in code.script.text or not re.search("bf16|bfloat16", code.script.text):
         return

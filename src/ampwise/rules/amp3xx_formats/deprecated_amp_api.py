@@ -1,12 +1,9 @@
-"""Deprecated names in torch.cuda.amp and torch.cpu.amp, replaced by torch.amp."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.deprecated_names import deprecated_uses
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.project import SourceFile
@@ -32,7 +29,7 @@ RULE = Rule(
 NEEDS = (("cuda.amp", "cpu.amp", "cuda import amp", "cpu import amp"),)
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     for use in deprecated_uses(code):
         new = "torch.amp" if use.name.endswith(".amp") else f"torch.amp.{use.name.rpartition('.')[2]}"
         yield RULE.at(

@@ -1,18 +1,15 @@
-"""FP16 autocast with a plain backward()."""
-
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.scaled_losses import may_be_scaled
 from ampwise.check.source.torch_names import NOT_A_GRAD_SCALER
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import Moment, SourceEvent, SourceFile
+    from ampwise.check.source.types import SourceFile
     from ampwise.watch.run_events import OptimizerStep
 
 RULE = Rule(
@@ -37,7 +34,7 @@ RULE = Rule(
 NEEDS = (("autocast",), (".backward(",))
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     if _may_scale(code):
         return
     for region in code.regions:
@@ -48,8 +45,11 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
         if any(_may_scale(code.project.code(path)) for path in sorted(others)):
             continue
         for backward, moments in region.visits("backward"):
-            forwards = [_forward_in_fp16(moment) for moment in moments]
-            if all(forwards) and forwards[0] is not None and not may_be_scaled(backward):
+            # The last forward before the backward, on each path.
+            forwards = [next((e for e in m.earlier("forward") if not e.context.no_grad), None) for m in moments]
+            autocasts = [None if forward is None else forward.context.autocast for forward in forwards]
+            in_fp16 = all(autocast is not None and autocast.surely_fp16 for autocast in autocasts)
+            if in_fp16 and forwards[0] is not None and not may_be_scaled(backward):
                 line = forwards[0].spot(backward)
                 message = f"the forward in {line} runs in FP16, but no scaler keeps its gradients from underflowing"
                 yield RULE.at(backward.place, message)
@@ -62,22 +62,15 @@ def _may_scale(code: SourceFile) -> bool:
         return True
     named: list[tuple[ast.expr, str]] = [(node, node.id) for node in code.nodes(ast.Name)]
     named += [(node, node.attr) for node in code.nodes(ast.Attribute)]
-    return any("scaler" in name.lower() and not _scales_features(node, code) for node, name in named)
+    for node, name in named:
+        if "scaler" in name.lower():
+            frame = code.frame(code.function_at(node))
+            if frame.role(node) is not None and not NOT_A_GRAD_SCALER.search(frame.qualified(node) or ""):
+                return True
+    return False
 
 
-def _scales_features(node: ast.expr, code: SourceFile) -> bool:
-    frame = code.frame(code.function_at(node))
-    return frame.role(node) is None or NOT_A_GRAD_SCALER.search(frame.qualified(node) or "") is not None
-
-
-def _forward_in_fp16(moment: Moment) -> SourceEvent | None:
-    """Return the last forward before this backward, if it runs in FP16."""
-    last = next((event for event in moment.earlier("forward") if not event.context.no_grad), None)
-    autocast = last.context.autocast if last is not None else None
-    return last if autocast is not None and autocast.surely_fp16 else None
-
-
-def check_event(step: OptimizerStep) -> Iterator[Finding]:
+def check_event(step: OptimizerStep) -> Findings:
     alone = not step.scaled and not step.again and step.scaled_by_constant is None and step.backward is not None
     if alone and "fp16" in step.parameters:
         yield RULE.at(

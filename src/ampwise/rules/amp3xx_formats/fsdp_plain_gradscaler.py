@@ -1,13 +1,10 @@
-"""A plain GradScaler with parameters sharded by FSDP."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.scalers import scalers_made
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import SourceFile
@@ -40,7 +37,7 @@ FSDP1 = (
 OTHER_WAYS = ("ShardedGradScaler", "fully_shard(", "NO_SHARD")
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     if any(way in code.script.text for way in OTHER_WAYS):
         return
     wrapped = [site for site in code.calls if site.context.frame.qualified(site.call.func) in FSDP1]
@@ -57,7 +54,7 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
             yield RULE.at(place, f"the model is wrapped by FSDP in {line}: use ShardedGradScaler")
 
 
-def check_event(step: ScalerStep) -> Iterator[Finding]:
+def check_event(step: ScalerStep) -> Findings:
     if step.fsdp:
         yield RULE.at(
             step.site.place, "the parameters are FSDP shards, and this scaler checks only those of its own rank"

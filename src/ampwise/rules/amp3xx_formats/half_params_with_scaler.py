@@ -1,14 +1,11 @@
-"""FP16 parameters in an optimizer that a GradScaler steps."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.half_models import trained_half_models
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.torch_names import FP16
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.project import SourceFile
@@ -38,7 +35,7 @@ RULE = Rule(
 NEEDS = (("caler",), (".half(", "float16", "torch.half"))
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     stepped = {event.other: event for event in code.events if event.kind == "scaler step"}
     reported = set()
     for pair in trained_half_models(code):
@@ -50,7 +47,7 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
             yield RULE.at(place, f"the GradScaler that steps their optimizer in {line} does not accept FP16 parameters")
 
 
-def check_event(event: ScalerStep | Unscale) -> Iterator[Finding]:
+def check_event(event: ScalerStep | Unscale) -> Findings:
     if event.half_parameters:
         whose = f"parameters of {event.optimizer}" if hasattr(event, "optimizer") else "the parameters"
         yield RULE.at(event.site.place, f"{whose} are FP16: torch raises an error when unscaling their gradients")

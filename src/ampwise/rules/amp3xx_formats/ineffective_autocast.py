@@ -1,5 +1,3 @@
-"""Autocast without effect: never entered, around the wrong lines, or always disabled."""
-
 from __future__ import annotations
 
 import ast
@@ -9,7 +7,7 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.names import method_called
 from ampwise.check.source.precision import argument_of, autocast_of, literal_bool
 from ampwise.check.source.torch_names import AUTOCASTS, GRAD_SCALERS
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.project import SourceFile
@@ -44,29 +42,23 @@ HARMLESS = ast.Expr | ast.Assign | ast.AugAssign | ast.If | ast.Pass
 SMALL = ast.Div | ast.Mod | ast.Add | ast.Mult
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
+    found: list[tuple[ast.expr, str]] = []
+    for statement in code.nodes(ast.Expr):
+        call = statement.value
+        if isinstance(call, ast.Call) and code.outline.imports.qualified(call.func) in AUTOCASTS:
+            found.append((call, "this autocast is created but never entered: it needs a `with`"))
+    for block in code.nodes(ast.With):
+        if len(block.items) == 1 and _nothing_to_cast(block.body):  # only backward, step and copies
+            manager = block.items[0].context_expr
+            autocast = autocast_of(manager, code.frame(code.function_at(block)))
+            if autocast is not None and autocast.known and autocast.may_be_on:
+                found.append((manager, "no forward or loss is computed in this autocast region"))
     reported: set[ast.AST] = set()
-    for node, message in [*_never_entered(code), *_without_forward(code), *_always_disabled(code)]:
+    for node, message in [*found, *_always_disabled(code)]:
         if node not in reported:
             reported.add(node)
             yield RULE.at(code.script.place(node), message)
-
-
-def _never_entered(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
-    for node in code.nodes(ast.Expr):
-        call = node.value
-        if isinstance(call, ast.Call) and code.outline.imports.qualified(call.func) in AUTOCASTS:
-            yield call, "this autocast is created but never entered: it needs a `with`"
-
-
-def _without_forward(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
-    """Yield ``with autocast():`` blocks that contain only backward, step and copies."""
-    for node in code.nodes(ast.With):
-        if len(node.items) == 1 and _nothing_to_cast(node.body):
-            manager = node.items[0].context_expr
-            autocast = autocast_of(manager, code.frame(code.function_at(node)))
-            if autocast is not None and autocast.known and autocast.may_be_on:
-                yield manager, "no forward or loss is computed in this autocast region"
 
 
 def _nothing_to_cast(body: list[ast.stmt]) -> bool:
@@ -90,7 +82,14 @@ def _nothing_to_cast(body: list[ast.stmt]) -> bool:
 
 def _always_disabled(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
     """Yield training whose forward runs in ``autocast(enabled=False)``, in a file where autocast is never on."""
-    if not _only_disables(code):
+    qualified, calls = code.outline.imports.qualified, code.nodes(ast.Call)
+    scalers = [call for call in calls if qualified(call.func) in GRAD_SCALERS]
+    uses = {node for node in (*code.nodes(ast.Name), *code.nodes(ast.Attribute)) if qualified(node) in AUTOCASTS}
+    entered = [call for call in calls if call.func in uses]
+    disabled = [call for call in entered if literal_bool(argument_of(call, "enabled")) is False]
+    # A file that disables its GradScaler as well means it.
+    meant = any(literal_bool(argument_of(call, "enabled")) is False for call in scalers)
+    if meant or not uses or not len(disabled) == len(entered) == len(uses):
         return
     for region in code.regions:
         if not region.has("backward", "scaled backward"):
@@ -99,14 +98,3 @@ def _always_disabled(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
         off = [autocast for autocast in autocasts if autocast is not None and autocast.enabled is False]
         if off and len(off) == len(autocasts):
             yield off[0].node, "autocast is always disabled here: this trains in FP32"
-
-
-def _only_disables(code: SourceFile) -> bool:
-    """Return whether the file enters autocast only to disable it, and does not disable its GradScaler as well."""
-    qualified, calls = code.outline.imports.qualified, code.nodes(ast.Call)
-    scalers = [call for call in calls if qualified(call.func) in GRAD_SCALERS]
-    uses = {node for node in (*code.nodes(ast.Name), *code.nodes(ast.Attribute)) if qualified(node) in AUTOCASTS}
-    entered = [call for call in calls if call.func in uses]
-    off = [call for call in entered if literal_bool(argument_of(call, "enabled")) is False]
-    off_too = any(literal_bool(argument_of(call, "enabled")) is False for call in scalers)
-    return bool(uses) and len(off) == len(entered) == len(uses) and not off_too

@@ -1,5 +1,3 @@
-"""A loss multiplied by a constant instead of using a GradScaler."""
-
 from __future__ import annotations
 
 import ast
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import method_called
 from ampwise.check.source.precision import literal_number
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import Frame, SourceEvent, SourceFile
@@ -46,7 +44,7 @@ AROUND_FP16 = LazyPattern(r"\.half\(|float16|autocast|torch\.half|fp16", re.IGNO
 CHECKS_OVERFLOW = LazyPattern(r"GradScaler|[sS]caler\b|overflow|isinf|isfinite|isnan|found_inf|inf_check")
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     text = code.script.text
     if "backward(" not in text or CHECKS_OVERFLOW.search(text) or code.uses_framework:
         return
@@ -135,7 +133,7 @@ def _divisors_of_gradients(code: SourceFile) -> Iterator[ast.expr]:
                 yield factor.right
 
 
-def check_event(step: OptimizerStep) -> Iterator[Finding]:
+def check_event(step: OptimizerStep) -> Findings:
     if step.scaled_by_constant is not None and "fp16" in (*step.precisions, *step.parameters):
         yield RULE.at(
             (step.backward or step.site).place,

@@ -1,5 +1,3 @@
-"""FP16 and BF16 in one training step."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,7 +7,7 @@ from ampwise.check.source.half_models import half_models
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.steps import STEPS
 from ampwise.check.source.torch_names import BF16, FP16
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import AutocastContext, Region, SourceEvent, SourceFile
@@ -36,7 +34,7 @@ NEEDS = (("bfloat16",), ("autocast", "float16", ".half("), (".backward(",))
 FP16_NAMED = LazyPattern(r"torch\.half|(?<!b)float16|\.half\(")
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     text = code.script.text
     if "autocast" not in text or "bfloat16" not in text or "backward(" not in text or not FP16_NAMED.search(text):
         return
@@ -45,7 +43,13 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
         if not region.has("backward", "scaled backward"):
             continue
         forwards = _forwards(region)
-        for autocast, message in [*_model_and_autocast(code, forwards), *_two_autocasts(region, forwards)]:
+        found = []
+        for event, (dtype, autocast) in forwards.items():
+            model = half_models(code).get(event.key or "")
+            if model is not None and {model.dtype, dtype} == {FP16, BF16}:
+                since = model.spot(event.place)
+                found.append((autocast, f"{dtype} autocast over a model that has been {model.dtype} since {since}"))
+        for autocast, message in [*found, *_two_autocasts(region, forwards)]:
             if autocast.node not in reported:
                 reported.add(autocast.node)
                 yield RULE.at(autocast.frame.outline.script.place(autocast.node), message)
@@ -62,15 +66,6 @@ def _forwards(region: Region) -> Forwards:
             if autocast.is_surely(dtype):
                 found[event] = (dtype, autocast)
     return found
-
-
-def _model_and_autocast(code: SourceFile, forwards: Forwards) -> Iterator[tuple[AutocastContext, str]]:
-    """Yield forwards of a half-precision model under an autocast of the other dtype."""
-    for event, (dtype, autocast) in forwards.items():
-        model = half_models(code).get(event.key or "")
-        if model is not None and {model.dtype, dtype} == {FP16, BF16}:
-            since = model.spot(event.place)
-            yield autocast, f"{dtype} autocast over a model that has been {model.dtype} since {since}"
 
 
 def _two_autocasts(region: Region, forwards: Forwards) -> Iterator[tuple[AutocastContext, str]]:
@@ -90,7 +85,7 @@ def _two_autocasts(region: Region, forwards: Forwards) -> Iterator[tuple[Autocas
                     yield autocast, f"{dtype} here, but {forwards[first][0]} in {line}, in the same step"
 
 
-def check_event(event: ForwardCall | OptimizerStep | ScalerStep) -> Iterator[Finding]:
+def check_event(event: ForwardCall | OptimizerStep | ScalerStep) -> Findings:
     if hasattr(event, "mixed_forward"):  # a step
         if not event.mixed_forward and {"fp16", "bf16"} <= set(getattr(event, "precisions", ())):
             yield RULE.at(event.site.place, "autocast was set to FP16 and to BF16 within this step")

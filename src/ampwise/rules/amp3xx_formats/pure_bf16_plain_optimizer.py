@@ -1,13 +1,10 @@
-"""BF16 weights with an optimizer that rounds small updates away."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.half_models import half_optimizers
 from ampwise.check.source.torch_names import BF16
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.project import SourceFile
@@ -36,7 +33,7 @@ RULE = Rule(
 NEEDS = (("bfloat16",), (".backward(",))
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     text = code.script.text
     if "bfloat16" not in text or "backward(" not in text or code.uses_framework:
         return
@@ -46,7 +43,7 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
             yield RULE.at(pair.place, f"the weights have been BF16 since {since}: {lost}")
 
 
-def check_event(step: OptimizerStep) -> Iterator[Finding]:
+def check_event(step: OptimizerStep) -> Findings:
     if step.plain and step.parameters == ("bf16",):
         yield RULE.at(
             step.site.place,

@@ -1,20 +1,17 @@
-"""A GradScaler with BF16, which needs none."""
-
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.scalers import scalers_in, scalers_made
 from ampwise.check.source.torch_names import BF16
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import Region, ScalerCall, SourceFile
+    from ampwise.check.source.types import Region, SourceFile
     from ampwise.watch.run_events import RunEvents
 
 RULE = Rule(
@@ -38,39 +35,31 @@ NEEDS = (("GradScaler",), ("bfloat16", "bf16"))
 CHECKS_DTYPE = LazyPattern(r"fp16|float16|half|dtype|precision|bf16", re.IGNORECASE)
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
-    scaled = _regions_by_scaler(code)
+def check_source(code: SourceFile) -> Findings:
+    scaled: dict[ast.Call, list[Region]] = {}  # by the call that creates a scaler: where it steps an optimizer
+    for region in code.regions:
+        steps = region.events_of("scaler step")
+        for call in dict.fromkeys(call for event in steps for call in scalers_in(event.receiver, event.frame)):
+            scaled.setdefault(call, []).append(region)
     for made in scalers_made(code):
         # The steps that it scales, or all if its use is not visible.
         regions = scaled.get(made.node) or code.regions
         autocasts = [autocast for region in regions for autocast in region.autocasts]
         surely = all(autocast.known and autocast.is_surely(BF16) for autocast in autocasts)
-        if autocasts and surely and not _depends_on_dtype(made):
+        if not autocasts or not surely:
+            continue
+        # It may be created or enabled only for another dtype: `enabled=dtype == torch.float16`.
+        context = made.contexts[0][0]
+        asked = [guard_source(guard) for guard in context.guards]
+        if made.enabled is not None:
+            values = [made.enabled, *(value.node for value in context.frame.values(made.enabled))]
+            asked += [ast.unparse(node) for node in values if node is not None]
+        if not any(CHECKS_DTYPE.search(text) for text in asked):
             place = code.script.place(made.node)
             yield RULE.at(place, f"autocast is always BF16 ({autocasts[0].spot(place)}): there is nothing to scale")
 
 
-def _regions_by_scaler(code: SourceFile) -> dict[ast.Call, list[Region]]:
-    """Map the call that creates each scaler to the regions in which it steps an optimizer."""
-    found: dict[ast.Call, list[Region]] = {}
-    for region in code.regions:
-        steps = region.events_of("scaler step")
-        for made in dict.fromkeys(made for event in steps for made in scalers_in(event.receiver, event.frame)):
-            found.setdefault(made, []).append(region)
-    return found
-
-
-def _depends_on_dtype(made: ScalerCall) -> bool:
-    """Return whether it is created or enabled only for another dtype: ``enabled=dtype == torch.float16``."""
-    context = made.contexts[0][0]
-    asked = [guard_source(guard) for guard in context.guards]
-    if made.enabled is not None:
-        values = context.frame.values(made.enabled)
-        asked += [ast.unparse(node) for node in (made.enabled, *(value.node for value in values)) if node is not None]
-    return any(CHECKS_DTYPE.search(text) for text in asked)
-
-
-def check_run(run: RunEvents) -> Iterator[Finding]:
+def check_run(run: RunEvents) -> Findings:
     for made in run.scalers:
         if made.enabled and "bf16" in made.precisions and "fp16" not in made.precisions:
             yield RULE.at(made.site.place, "this GradScaler scales losses of forward passes that ran in BF16")

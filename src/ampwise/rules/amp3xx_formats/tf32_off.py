@@ -1,16 +1,13 @@
-"""TF32 disabled in a training script."""
-
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.half_models import only_named_main
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.precision import literal_bool
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import CodeSite, FunctionOutline, SourceFile
@@ -40,7 +37,7 @@ ON_PURPOSE = LazyPattern(
 )
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     if not ABOUT_TF32.search(code.script.text) or "backward(" not in code.script.text:
         return
     if ON_PURPOSE.search(code.path.rpartition("/")[2].lower()):

@@ -1,10 +1,7 @@
-"""Autocast disabled around tensors that stay in half precision."""
-
 from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
@@ -20,7 +17,7 @@ from ampwise.check.source.tensor_dtypes import (
     torch_operation,
 )
 from ampwise.check.source.torch_names import SAYS_FP16
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import AutocastContext, CodeSite, SourceFile
@@ -50,7 +47,7 @@ NEEDS = (("autocast",), SAYS_FP16, ("enabled=False", "False)", "enabled = False"
 CASTS = LazyPattern(r"\.(float|double|to|type|type_as|bfloat16)\(|float32|float64|dtype|\bcast|upcast")
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     if "enabled" not in code.script.text and "autocast(False" not in code.script.text:
         return
     # The `autocast(enabled=False)` blocks inside an FP16 autocast, with their statements.

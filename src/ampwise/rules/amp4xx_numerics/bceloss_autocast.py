@@ -1,10 +1,7 @@
-"""Binary cross entropy on probabilities, evaluated inside autocast."""
-
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.constructors import find_constructors
@@ -12,10 +9,10 @@ from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import method_called
 from ampwise.check.source.precision import argument_of, literal_bool
 from ampwise.check.source.statement_order import runs_before
-from ampwise.finding import Edit, Finding, Rule, Severity
+from ampwise.finding import Edit, Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import Binding, EventContext, Frame, FunctionOutline, SourceFile
+    from ampwise.check.source.types import Frame, SourceFile
     from ampwise.watch.run_events import ScriptFailed
 
 RULE = Rule(
@@ -43,13 +40,18 @@ CLASSES = ("torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss", "torch.nn.module
 SIGMOIDS = ("torch.sigmoid", "torch.nn.functional.sigmoid", "torch.special.expit")
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     seen: set[ast.AST] = set()
     for site in code.calls:
         call, frame, autocast = site.call, site.context.frame, site.context.autocast
         if call in seen or autocast is None or not autocast.may_be_on:
             continue
-        if not autocast.known or autocast.device in ("cpu", "xla", "mps") or _is_off_unless_asked(site.context):
+        if not autocast.known or autocast.device in ("cpu", "xla", "mps"):
+            continue
+        # `autocast(enabled=flag)` with a flag that the source sets to False is off unless someone asks for it.
+        flag = argument_of(autocast.node, "enabled") if isinstance(autocast.node, ast.Call) else None
+        flags = [value.node for caller in frame.callers() for value in caller.values(flag)] if flag else []
+        if any(literal_bool(value) is False for value in flags):
             continue
         is_function = frame.qualified(call.func) == FUNCTION
         made = [] if is_function else find_constructors(call.func, frame)
@@ -63,14 +65,6 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
                 # An attribute, or an object that other files import, may have calls that are not checked.
                 safe=is_function or (isinstance(call.func, ast.Name) and not code.project.importers(code.path)),
             )
-
-
-def _is_off_unless_asked(context: EventContext) -> bool:
-    """Return whether ``autocast(enabled=flag)`` gets a flag that the source sets to False."""
-    made = context.autocast.node if context.autocast else None
-    flag = argument_of(made, "enabled") if isinstance(made, ast.Call) else None
-    values = [value.node for frame in context.frame.callers() for value in frame.values(flag)] if flag else []
-    return any(literal_bool(value) is False for value in values)
 
 
 def _fixed_function(code: SourceFile, call: ast.Call, frame: Frame) -> tuple[Edit, ...]:
@@ -135,18 +129,13 @@ def _without_sigmoid(code: SourceFile, call: ast.Call, frame: Frame) -> Edit | N
         text = script.segment(logits)
         return script.replace(value, f"({text})" if "\n" in text else text)
     is_current = runs_before(script, bound[0].node, given)
-    if isinstance(logits, ast.Name) and is_current and _is_unchanged(logits.id, bound[0], function):
-        return script.replace(given, script.segment(logits))
-    return None
-
-
-def _is_unchanged(name: str, since: Binding, function: FunctionOutline) -> bool:
-    """Return whether a name still holds the unchanged tensor of an earlier assignment."""
-    bound = function.bindings.get(name, [])
-    if len(bound) != 1 or getattr(bound[0].node, "lineno", 0) > getattr(since.node, "lineno", 0):
-        return False
-    changed = LazyPattern(rf"\b{re.escape(name)}(\.\w+_\(|\[[^\n]*\]\s*[-+*/]?=[^=])|\binplace\b|\bout=")
-    return not changed.search(function.text)
+    made = function.bindings.get(logits.id, []) if isinstance(logits, ast.Name) and is_current else []
+    if len(made) != 1 or getattr(made[0].node, "lineno", 0) > getattr(bound[0].node, "lineno", 0):
+        return None
+    # The logits must still be what the sigmoid got.
+    name = re.escape(script.segment(logits))
+    changes = LazyPattern(rf"\b{name}(\.\w+_\(|\[[^\n]*\]\s*[-+*/]?=[^=])|\binplace\b|\bout=")
+    return None if changes.search(function.text) else script.replace(given, script.segment(logits))
 
 
 def _in_sigmoid(node: ast.expr | None, frame: Frame) -> ast.expr | None:
@@ -160,7 +149,7 @@ def _in_sigmoid(node: ast.expr | None, frame: Frame) -> ast.expr | None:
     return node.args[0] if is_sigmoid and len(node.args) == 1 else None
 
 
-def check_event(death: ScriptFailed) -> Iterator[Finding]:
+def check_event(death: ScriptFailed) -> Findings:
     if "unsafe to autocast" in death.message:
         yield RULE.at(
             death.site.place, "torch raises an error for `binary_cross_entropy` under autocast: the script ended here"

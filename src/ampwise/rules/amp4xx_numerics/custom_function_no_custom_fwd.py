@@ -1,15 +1,12 @@
-"""A custom autograd.Function without custom_fwd and custom_bwd."""
-
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import method_called
 from ampwise.check.source.torch_names import AUTOCASTS
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.project import SourceFile
@@ -46,7 +43,7 @@ MATMULS = LazyPattern(r"^(matmul|mm|bmm|mv|addmm|baddbmm|einsum|linear|conv\d?d?
 CASTS = LazyPattern(r"\.(float|half|double|type|type_as)\(|\.to\(|autocast|dtype|custom_(fwd|bwd)")
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     qualified = code.outline.imports.qualified
     if not any(qualified(node) in UNDER_AUTOCAST for node in (*code.nodes(ast.Name), *code.nodes(ast.Attribute))):
         return
@@ -58,14 +55,11 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
         decorators = {ast.unparse(node) for method in owner.methods.values() for node in method.decorators}
         if CASTS.search(code.script.segment(owner.node)) or decorators - {"staticmethod", "torch.no_grad()"}:
             continue
-        if any(_is_matmul(node) for node in ast.walk(backward.node)):
+        nodes = list(ast.walk(backward.node))
+        operators = (node.op for node in nodes if isinstance(node, ast.BinOp))
+        if any(isinstance(op, ast.MatMult) for op in operators) or any(MATMULS.match(method_called(n)) for n in nodes):
             yield RULE.at(
                 code.script.place(owner.node.bases[0]),  # on the line of the class
                 f"the backward of `{owner.name}` runs a matmul without autocast on tensors that its forward saved "
                 "under autocast",
             )
-
-
-def _is_matmul(node: ast.AST) -> bool:
-    is_operator = isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
-    return is_operator or MATMULS.match(method_called(node)) is not None

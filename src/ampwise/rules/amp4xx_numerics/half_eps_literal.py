@@ -1,5 +1,3 @@
-"""An epsilon that rounds to zero in FP16."""
-
 from __future__ import annotations
 
 import ast
@@ -13,7 +11,7 @@ from ampwise.check.source.precision import argument_of, literal_number
 from ampwise.check.source.reaching_definitions import reaching_values
 from ampwise.check.source.tensor_dtypes import HALF, LIKELY_HALF, tensor_dtypes, torch_operation
 from ampwise.check.source.torch_names import SAYS_FP16
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import Frame, SourceFile
@@ -41,7 +39,7 @@ TINY = LazyPattern(r"e-(0?[89]|\d\d)\b", re.IGNORECASE)
 SENSITIVE = frozenset(("log", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "div"))
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     if not TINY.search(code.script.text):
         return
     seen: set[ast.AST] = set()
@@ -87,13 +85,12 @@ def _constant_added(node: ast.expr, frame: Frame) -> tuple[ast.expr, ast.expr] |
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         pairs = [(node.left, node.right), (node.right, node.left)]
     elif isinstance(node, ast.Call):
-        name, tensor = torch_operation(node, frame) or ("", None)
+        name, clamped = torch_operation(node, frame) or ("", None)
         least = argument_of(node, "min", 0 if frame.qualified(node.func) is None else 1)
-        if name in ("clamp", "clamp_min", "clip") and tensor is not None and least is not None:
-            pairs = [(tensor, least)]
-    return next((pair for pair in pairs if _is_lost(pair[1], frame)), None)
-
-
-def _is_lost(node: ast.expr, frame: Frame) -> bool:
-    numbers = [literal_number(value.node) for value in frame.values(node)]
-    return bool(numbers) and all(number is not None and 0 < number <= LOST for number in numbers)
+        if name in ("clamp", "clamp_min", "clip") and clamped is not None and least is not None:
+            pairs = [(clamped, least)]
+    for tensor, constant in pairs:
+        numbers = [literal_number(value.node) for value in frame.values(constant)]
+        if numbers and all(number is not None and 0 < number <= LOST for number in numbers):
+            return tensor, constant
+    return None

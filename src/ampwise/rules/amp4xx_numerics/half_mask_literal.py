@@ -1,10 +1,7 @@
-"""A mask value outside the range of FP16."""
-
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
@@ -12,7 +9,7 @@ from ampwise.check.source.names import dotted_text
 from ampwise.check.source.precision import argument_of, literal_number
 from ampwise.check.source.tensor_dtypes import HALF, tensor_dtypes
 from ampwise.check.source.torch_names import SAYS_FP16
-from ampwise.finding import Edit, Finding, Rule, Severity
+from ampwise.finding import Edit, Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import Frame, SourceFile
@@ -45,7 +42,7 @@ LARGEST = 65504.0
 BEYOND = LazyPattern(r"\de\+?\d|\d{5}", re.IGNORECASE)
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     if not BEYOND.search(code.script.text):
         return
     seen: set[ast.AST] = set()
@@ -110,7 +107,7 @@ def _finfo(tensor: ast.expr, literal: ast.expr, code: SourceFile, frame: Frame) 
     value, named = _number(literal), dotted_text(tensor)
     imports = [alias for node in code.script.tree.body if isinstance(node, ast.Import) for alias in node.names]
     imported = any(alias.asname is None and alias.name.partition(".")[0] == "torch" for alias in imports)
-    rebound = any(function.holds("torch") for function in frame.function.chain())
+    rebound = any(function.holds("torch") for function in frame.function.scopes)
     if value is None or named is None or not imported or rebound:
         return ()
     return (code.script.replace(literal, f"torch.finfo({named}.dtype).{'min' if value < 0 else 'max'}"),)

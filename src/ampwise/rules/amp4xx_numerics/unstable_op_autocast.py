@@ -1,10 +1,7 @@
-"""Compositions of operations that fail in FP16 where torch has a stable function."""
-
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
@@ -12,7 +9,7 @@ from ampwise.check.source.precision import argument_of, literal_number
 from ampwise.check.source.reaching_definitions import reaching_values
 from ampwise.check.source.tensor_dtypes import HALF, LIKELY_HALF, layer_called, tensor_dtypes, torch_operation
 from ampwise.check.source.torch_names import SAYS_FP16
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import EventContext, FunctionOutline, SourceFile
@@ -42,7 +39,7 @@ WORDS = LazyPattern(r"exp|log|sigmoid|softmax|sqrt|mean|\*\* ?0\.5")
 BOUNDED = LazyPattern(r"normali[sz]e|norm\(|(?<!soft)max|clamp|cos|temp|tau|tanh")
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     if not WORDS.search(code.script.text):
         return
     seen: set[ast.AST] = set()

@@ -1,12 +1,9 @@
-"""Subtraction of nearly equal values, which leaves mostly rounding error."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
-from ampwise.rules.amp53x_differences.wording import first_spots, keep_fix, side_title, spot_text, times_text
+from ampwise.finding import Findings, Rule, Severity
+from ampwise.tune.diff.wording import first_spots, keep_fix, side_title, spot_text, times_text
 
 if TYPE_CHECKING:
     from ampwise.tune.diff.step_difference import StepDifference
@@ -34,7 +31,7 @@ def score(self, x):
 )
 
 
-def check_difference(differing: StepDifference) -> Iterator[Finding]:
+def check_difference(differing: StepDifference) -> Findings:
     for spot in first_spots(differing, "cancellation"):
         shrinks = spot.shrinks if spot.op is None else spot.op.shrinks or spot.shrinks
         smaller = ""

@@ -1,12 +1,9 @@
-"""A discrete choice that comes out differently on the two sides."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
-from ampwise.rules.amp53x_differences.wording import first_spots, keep_fix, side_title, spot_text
+from ampwise.finding import Findings, Place, Rule, Severity
+from ampwise.tune.diff.wording import first_spots, keep_fix, side_title, spot_text
 
 if TYPE_CHECKING:
     from ampwise.tune.diff.step_difference import StepDifference
@@ -30,7 +27,7 @@ RULE = Rule(
 )
 
 
-def check_difference(differing: StepDifference) -> Iterator[Finding]:
+def check_difference(differing: StepDifference) -> Findings:
     spots = list(first_spots(differing, "choice"))
     for spot in spots:
         yield RULE.at(

@@ -1,12 +1,9 @@
-"""Parameter gradients that point in a different direction."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
-from ampwise.rules.amp53x_differences.wording import error_text, side_title
+from ampwise.finding import Findings, Place, Rule, Severity
+from ampwise.tune.diff.wording import error_text, side_title
 
 if TYPE_CHECKING:
     from ampwise.tune.diff.step_difference import StepDifference
@@ -39,7 +36,7 @@ EVERYWHERE = (
 )
 
 
-def check_difference(differing: StepDifference) -> Iterator[Finding]:
+def check_difference(differing: StepDifference) -> Findings:
     turned = []
     for row in differing.parameters:
         cosine = None if row.compared.measured is None else row.compared.measured.cosine

@@ -1,13 +1,10 @@
-"""Values that underflow on one side."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 from ampwise.numbers.number_text import number_text, scale_text
-from ampwise.rules.amp53x_differences.wording import error_text, first_spots, keep_fix, side_title
+from ampwise.tune.diff.wording import error_text, first_spots, keep_fix, side_title
 
 if TYPE_CHECKING:
     from ampwise.tune.diff.step_difference import StepDifference
@@ -31,7 +28,7 @@ RULE = Rule(
 )
 
 
-def check_difference(differing: StepDifference) -> Iterator[Finding]:
+def check_difference(differing: StepDifference) -> Findings:
     for spot in first_spots(differing, "underflow"):
         measured, scale = spot.compared.measured, differing.b.scale
         if measured is None:

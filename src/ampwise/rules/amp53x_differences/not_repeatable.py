@@ -1,13 +1,10 @@
-"""A function that gives different results in two identical runs."""
-
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
-from ampwise.rules.amp53x_differences.wording import error_text
+from ampwise.finding import Findings, Place, Rule, Severity
+from ampwise.tune.diff.wording import error_text
 
 if TYPE_CHECKING:
     from ampwise.tune.diff.step_difference import StepDifference
@@ -32,7 +29,7 @@ RULE = Rule(
 )
 
 
-def check_difference(differing: StepDifference) -> Iterator[Finding]:
+def check_difference(differing: StepDifference) -> Findings:
     floor = differing.floor
     if not floor or not differing.noise_matters:
         return

@@ -1,12 +1,9 @@
-"""Differences that rounding cannot cause."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
-from ampwise.rules.amp53x_differences.wording import first_spots, op_text, spot_text
+from ampwise.finding import Findings, Rule, Severity
+from ampwise.tune.diff.wording import first_spots, op_text, spot_text
 
 if TYPE_CHECKING:
     from ampwise.tune.diff.step_difference import StepDifference
@@ -30,7 +27,7 @@ RULE = Rule(
 )
 
 
-def check_difference(differing: StepDifference) -> Iterator[Finding]:
+def check_difference(differing: StepDifference) -> Findings:
     for spot in first_spots(differing, "otherwise"):
         message = f"{spot.where} {spot_text(spot)}.{op_text(spot)}".rstrip(".")
         yield RULE.at(spot.place, message, evidence=spot.evidence())

@@ -1,13 +1,10 @@
-"""Values that are finite on one side only."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 from ampwise.numbers.number_text import number_text
-from ampwise.rules.amp53x_differences.wording import first_spots, keep_fix, side_title
+from ampwise.tune.diff.wording import first_spots, keep_fix, side_title
 
 if TYPE_CHECKING:
     from ampwise.tune.diff.step_difference import StepDifference
@@ -32,7 +29,7 @@ RULE = Rule(
 BF16 = ", or train in BF16, which has FP32's range"
 
 
-def check_difference(differing: StepDifference) -> Iterator[Finding]:
+def check_difference(differing: StepDifference) -> Findings:
     for spot in first_spots(differing, "overflow"):
         measured = spot.compared.measured
         if measured is None:

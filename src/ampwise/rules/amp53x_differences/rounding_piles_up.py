@@ -1,12 +1,9 @@
-"""Rounding errors that accumulate without a single cause."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
-from ampwise.rules.amp53x_differences.wording import error_text, side_title
+from ampwise.finding import Findings, Place, Rule, Severity
+from ampwise.tune.diff.wording import error_text, side_title
 
 if TYPE_CHECKING:
     from ampwise.tune.diff.step_difference import StepDifference
@@ -31,7 +28,7 @@ RULE = Rule(
 )
 
 
-def check_difference(differing: StepDifference) -> Iterator[Finding]:
+def check_difference(differing: StepDifference) -> Findings:
     if differing.piled_up is None:
         return
     phase, growth = differing.piled_up

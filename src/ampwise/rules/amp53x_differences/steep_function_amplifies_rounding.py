@@ -1,13 +1,10 @@
-"""A function that is steep at its input and amplifies rounding error."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 from ampwise.numbers.op_families import base_name
-from ampwise.rules.amp53x_differences.wording import first_spots, keep_fix, side_title, spot_text
+from ampwise.tune.diff.wording import first_spots, keep_fix, side_title, spot_text
 
 if TYPE_CHECKING:
     from ampwise.tune.diff.step_difference import StepDifference
@@ -31,7 +28,7 @@ RULE = Rule(
 )
 
 
-def check_difference(differing: StepDifference) -> Iterator[Finding]:
+def check_difference(differing: StepDifference) -> Findings:
     for spot in first_spots(differing, "steep"):
         by = "" if spot.op is None else f" ({base_name(spot.op.op)})"
         yield RULE.at(

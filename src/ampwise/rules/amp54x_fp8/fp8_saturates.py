@@ -1,11 +1,8 @@
-"""FP8 layers that saturate repeatedly."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.train.float8.layer_stats import Float8LayerStats
@@ -29,7 +26,7 @@ LEAST = 5  # saturated steps: fewer are chance, or the start of training
 SHARE = 0.1  # of the steps
 
 
-def check_float8(layers: Float8LayerStats) -> Iterator[Finding]:
+def check_float8(layers: Float8LayerStats) -> Findings:
     for operand in layers.operands:
         if operand.cut_off_steps >= LEAST and operand.cut_off_share >= SHARE:
             yield RULE.at(

@@ -1,11 +1,8 @@
-"""FP8 layers that round many values to zero."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.train.float8.layer_stats import Float8LayerStats
@@ -30,7 +27,7 @@ RULE = Rule(
 LOST = 0.5  # of the values: the smallest gradients vanish in healthy runs too
 
 
-def check_float8(layers: Float8LayerStats) -> Iterator[Finding]:
+def check_float8(layers: Float8LayerStats) -> Findings:
     for operand in layers.operands:
         if operand.flushed_share is not None and operand.flushed_share >= LOST:
             by_row = operand.scale is None  # there is no single scale to report

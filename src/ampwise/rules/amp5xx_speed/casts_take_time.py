@@ -1,11 +1,8 @@
-"""Casts that take a notable part of the device time."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.tune.compare.speeds import SpeedComparison
@@ -34,14 +31,14 @@ MUCH = 0.15
 LEAST = 5e-4  # seconds per step: less is negligible
 
 
-def check_time(use: TimeUse) -> Iterator[Finding]:
+def check_time(use: TimeUse) -> Findings:
     share, seconds = use.cast_share, use.time_by_kind.get("casts", 0.0) / max(use.profiled_steps, 1)
     if use.device == "cuda" and share is not None and share > MUCH and seconds > LEAST:
         message = f"{share:.0%} of the device time goes into casts: {1e3 * seconds:.1f} ms per step"
         yield RULE.at(Place(device=use.device), message, evidence={"share": share, "seconds_per_step": seconds})
 
 
-def check_speed(speeds: SpeedComparison) -> Iterator[Finding]:
+def check_speed(speeds: SpeedComparison) -> Findings:
     row = speeds.judged
     if row is not None and row.split is not None and (share := row.split.share("casts")) > MUCH:
         message = f"{row.label}: {share:.0%} of the time goes into casts"

@@ -1,11 +1,8 @@
-"""A GPU that lowered its clock during the measurement."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.tune.compare.speeds import SpeedComparison
@@ -27,7 +24,7 @@ RULE = Rule(
 ORDINARY = "its power limit"
 
 
-def check_speed(speeds: SpeedComparison) -> Iterator[Finding]:
+def check_speed(speeds: SpeedComparison) -> Findings:
     clocks = speeds.clocks
     if clocks is not None and (reasons := [reason for reason in clocks.held_back_by if reason != ORDINARY]):
         yield RULE.at(

@@ -1,11 +1,8 @@
-"""Training that waits for data."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 from ampwise.finding.call_site import CallSite
 
 if TYPE_CHECKING:
@@ -28,7 +25,7 @@ MUCH = 0.25
 LEAST_STEPS = 5  # fewer are not representative
 
 
-def check_time(use: TimeUse) -> Iterator[Finding]:
+def check_time(use: TimeUse) -> Findings:
     share = use.data_wait_share
     if share is None or share <= MUCH or use.steps < LEAST_STEPS:
         return

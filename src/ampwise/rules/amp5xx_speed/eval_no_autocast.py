@@ -1,15 +1,12 @@
-"""Validation in a different precision than training."""
-
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.walk import events_in
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.events import Loop, SourceEvent
@@ -41,11 +38,15 @@ EVALUATES_ITSELF = LazyPattern(r"^(eval|valid|test|fit|score)")  # model.evaluat
 BACKWARDS = ("backward", "scaled backward")
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     if SWITCHED_MANUALLY in code.script.text:
         return
     regions = [region for region in code.regions if region.has(*BACKWARDS)]
-    training = [region for region in regions if any(map(_computes_under_autocast, region.events))]
+    training = []  # the regions that compute something under autocast
+    for region in regions:
+        autocasts = (event.context.autocast for event in region.events if not event.context.no_grad)
+        if any(autocast is not None and autocast.known and autocast.may_be_on for autocast in autocasts):
+            training.append(region)
     traces = list({id(region.trace): region.trace for region in training}.values())
     if any(event.frame.outline is code.outline for region in training for event in region.events):
         traces = code.traces  # the training is in this file, which is not only a helper of it
@@ -66,11 +67,6 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
                 break
             node = inner.call or node
         yield RULE.at(code.script.place(node), "training runs under autocast, but this evaluation does not")
-
-
-def _computes_under_autocast(event: SourceEvent) -> bool:
-    autocast = event.context.autocast
-    return autocast is not None and autocast.known and autocast.may_be_on and not event.context.no_grad
 
 
 def _evaluates(event: SourceEvent) -> bool:
@@ -103,7 +99,7 @@ def _trains(frame: Frame) -> bool:
     return frame.function.parent is None or ".backward(" in frame.function.text
 
 
-def check_run(run: RunEvents) -> Iterator[Finding]:
+def check_run(run: RunEvents) -> Findings:
     for forward, times in run.forwards.items():
         # The same model, or a copy such as an average of weights, which is matched by class.
         same = [each for each in run.forwards if each.model == forward.model and forward.number in (each.number, None)]

@@ -1,11 +1,8 @@
-"""Layers whose sizes FP8 does not support."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.tune.align.matmuls import StepMatmuls
@@ -25,7 +22,7 @@ RULE = Rule(
 )
 
 
-def check_matmuls(products: StepMatmuls) -> Iterator[Finding]:
+def check_matmuls(products: StepMatmuls) -> Findings:
     for layer in products.layers:
         if layer.product.precision == "fp8" and layer.off:
             off = ", ".join(map(str, layer.off))

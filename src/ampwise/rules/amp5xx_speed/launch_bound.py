@@ -1,12 +1,9 @@
-"""A GPU that is idle because the host launches kernels too slowly."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
-from ampwise.rules.amp5xx_speed.verdict import ratio_text
+from ampwise.finding import Findings, Place, Rule, Severity
+from ampwise.tune.compare.verdict import ratio_text
 
 if TYPE_CHECKING:
     from ampwise.tune.compare.speeds import SpeedComparison
@@ -31,7 +28,7 @@ RULE = Rule(
 MUCH = 0.3  # of a step
 
 
-def check_speed(speeds: SpeedComparison) -> Iterator[Finding]:
+def check_speed(speeds: SpeedComparison) -> Findings:
     row = speeds.judged
     if row is None or row.idle_share is None or row.idle_share < MUCH:
         return

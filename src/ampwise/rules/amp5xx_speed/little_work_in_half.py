@@ -1,11 +1,9 @@
-"""Autocast that leaves most of the matmul work in FP32."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.tune.compare.speeds import SpeedComparison
@@ -34,7 +32,7 @@ LEAST = 1e9  # FLOPs per step: with less work, no precision is faster
 NAMED = 3
 
 
-def check_time(use: TimeUse) -> Iterator[Finding]:
+def check_time(use: TimeUse) -> Findings:
     share = use.half_share
     if use.device != "cuda" or use.autocast is None or share is None or share >= ENOUGH:
         return
@@ -47,7 +45,7 @@ def check_time(use: TimeUse) -> Iterator[Finding]:
         )
 
 
-def check_speed(speeds: SpeedComparison) -> Iterator[Finding]:
+def check_speed(speeds: SpeedComparison) -> Findings:
     row = speeds.judged
     work = 0.0 if row is None else sum(product.flops for product in row.products)
     if row is None or not work:

@@ -1,12 +1,9 @@
-"""A step that is limited by memory bandwidth."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
-from ampwise.rules.amp5xx_speed.verdict import KIND_WORDS, MEMORY_BOUND
+from ampwise.finding import Findings, Place, Rule, Severity
+from ampwise.tune.compare.verdict import KIND_WORDS, MEMORY_BOUND
 
 if TYPE_CHECKING:
     from ampwise.tune.compare.speeds import SpeedComparison
@@ -34,7 +31,7 @@ IDLE = 0.3  # of a step; above this the host is the limit
 NAMED = 2
 
 
-def check_speed(speeds: SpeedComparison) -> Iterator[Finding]:
+def check_speed(speeds: SpeedComparison) -> Findings:
     row = speeds.judged
     if row is None or (row.idle_share or 0.0) >= IDLE:
         return

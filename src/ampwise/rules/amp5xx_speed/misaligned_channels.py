@@ -1,11 +1,8 @@
-"""Convolutions whose channel counts are not 16-byte aligned."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 from ampwise.rules.amp5xx_speed.misaligned_layers import misaligned_layers
 
 if TYPE_CHECKING:
@@ -27,5 +24,5 @@ RULE = Rule(
 )
 
 
-def check_matmuls(step: StepMatmuls) -> Iterator[Finding]:
+def check_matmuls(step: StepMatmuls) -> Findings:
     yield from misaligned_layers(RULE, step, "convolution")

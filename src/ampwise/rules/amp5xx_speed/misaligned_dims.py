@@ -1,13 +1,11 @@
-"""Layer sizes that are not 16-byte aligned."""
-
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.precision import argument_of
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 from ampwise.rules.amp5xx_speed.misaligned_layers import misaligned_layers
 
 if TYPE_CHECKING:
@@ -54,12 +52,15 @@ FIX = (
 )
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     layers = []  # node, class, and the two sizes
     for call in code.nodes(ast.Call):
         space, _, kind = (code.outline.imports.qualified(call.func) or "").rpartition(".")
         if space == "torch.nn" and kind in LAYERS:
-            size_in, size_out = (_size(call, name, position) for position, name in enumerate(LAYERS[kind]))
+            # Sizes written as literals in the layer itself; a named size was chosen elsewhere.
+            given = [argument_of(call, name, position) for position, name in enumerate(LAYERS[kind])]
+            literals = [node.value if isinstance(node, ast.Constant) else None for node in given]
+            size_in, size_out = (value if isinstance(value, int) else None for value in literals)
             layers.append((call, kind, size_in, size_out))
     layers.sort(key=lambda layer: (layer[0].lineno, layer[0].col_offset))
     taken = {size: index for index, (_, kind, size, _) in enumerate(layers) if kind != "Embedding"}  # the last each
@@ -73,14 +74,7 @@ def check_source(code: SourceFile) -> Iterator[Finding]:
             yield RULE.at(code.script.place(call), f"{size} is not a multiple of 8; {better} is")
 
 
-def _size(call: ast.Call, name: str, position: int) -> int | None:
-    """Return a size written as a literal in the layer itself; a named size was chosen elsewhere."""
-    node = argument_of(call, name, position)
-    value = node.value if isinstance(node, ast.Constant) else None
-    return value if isinstance(value, int) else None
-
-
-def check_speed(speeds: SpeedComparison) -> Iterator[Finding]:
+def check_speed(speeds: SpeedComparison) -> Findings:
     row = speeds.judged
     if row is None or speeds.device != "cuda":
         return
@@ -91,7 +85,7 @@ def check_speed(speeds: SpeedComparison) -> Iterator[Finding]:
         yield RULE.at(Place(device=speeds.device_name), message, evidence=evidence)
 
 
-def check_time(use: TimeUse) -> Iterator[Finding]:
+def check_time(use: TimeUse) -> Findings:
     if use.device != "cuda" or use.flops < LEAST * max(use.profiled_steps, 1):
         return
     off, share = _misaligned(use.matmuls, use.flops)
@@ -113,5 +107,5 @@ def _message(share: float, off: Sequence[str]) -> str:
     return f"{share:.0%} of the matmul work has a row length that is not a multiple of 8: {named}{more}"
 
 
-def check_matmuls(step: StepMatmuls) -> Iterator[Finding]:
+def check_matmuls(step: StepMatmuls) -> Findings:
     yield from misaligned_layers(RULE, step, "linear", FIX)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule
+from ampwise.finding import Findings, Place, Rule
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a rule about source code imports this file
     from ampwise.tune.align.matmuls import StepMatmuls
 
 
-def misaligned_layers(rule: Rule, step: StepMatmuls, kind: str, fix: str | None = None) -> Iterator[Finding]:
+def misaligned_layers(rule: Rule, step: StepMatmuls, kind: str, fix: str | None = None) -> Findings:
     """Report each layer of this kind whose misaligned sizes are worth fixing."""
     for layer in step.layers:
         fp8_linear = layer.product.precision == "fp8" and kind == "linear"  # fp8-misaligned reports it

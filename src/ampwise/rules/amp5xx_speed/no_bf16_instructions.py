@@ -1,12 +1,9 @@
-"""BF16 on a CPU without BF16 instructions."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
-from ampwise.rules.amp5xx_speed.verdict import OPTIONAL, SpeedVerdict, ratio_text
+from ampwise.finding import Findings, Place, Rule, Severity
+from ampwise.tune.compare.verdict import OPTIONAL, SpeedVerdict, ratio_text
 
 if TYPE_CHECKING:
     from ampwise.tune.compare.speeds import SpeedComparison
@@ -26,7 +23,7 @@ RULE = Rule(
 )
 
 
-def check_speed(speeds: SpeedComparison) -> Iterator[Finding]:
+def check_speed(speeds: SpeedComparison) -> Findings:
     for row in speeds.rows:
         if speeds.bf16_instructions is not False or row.precision != "bf16" or row.compiled or row.differs:
             continue

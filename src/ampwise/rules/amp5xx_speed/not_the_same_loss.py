@@ -1,12 +1,9 @@
-"""A precision whose loss differs by more than rounding explains."""
-
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.tune.compare.speeds import SpeedComparison
@@ -27,7 +24,7 @@ RULE = Rule(
 )
 
 
-def check_speed(speeds: SpeedComparison) -> Iterator[Finding]:
+def check_speed(speeds: SpeedComparison) -> Findings:
     for row in speeds.rows:
         check = row.loss
         if not row.differs or check is None:

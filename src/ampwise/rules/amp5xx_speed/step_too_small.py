@@ -1,11 +1,8 @@
-"""A step whose kernels are shorter than their launches."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.tune.compare.speeds import SpeedComparison
@@ -27,7 +24,7 @@ RULE = Rule(
 SHORT = 10e-6  # seconds: about two launches
 
 
-def check_speed(speeds: SpeedComparison) -> Iterator[Finding]:
+def check_speed(speeds: SpeedComparison) -> Findings:
     row = speeds.judged
     if row is None or row.split is None or not row.split.launches:
         return

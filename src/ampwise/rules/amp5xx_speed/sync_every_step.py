@@ -1,5 +1,3 @@
-"""GPU syncs in every training step, once per parameter or only to log the loss scale."""
-
 from __future__ import annotations
 
 import ast
@@ -9,7 +7,7 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.torch_names import SCALER
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.events import BranchGuard
@@ -52,7 +50,7 @@ FOR_THE_LOG = "syncs with the GPU in every step, only to log the loss scale"
 MANY = 4
 
 
-def check_source(code: SourceFile) -> Iterator[Finding]:
+def check_source(code: SourceFile) -> Findings:
     if "parameters(" not in code.script.text and "get_scale" not in code.script.text:
         return
     seen: set[ast.AST] = set()
@@ -130,7 +128,7 @@ def _logged_scale(site: CodeSite, guards: list[BranchGuard]) -> Iterator[tuple[a
             yield node, node, FOR_THE_LOG
 
 
-def check_time(use: TimeUse) -> Iterator[Finding]:
+def check_time(use: TimeUse) -> Findings:
     for site, count in use.syncs.items():
         each = count / use.sync_steps if use.sync_steps else 0.0
         if each >= MANY:

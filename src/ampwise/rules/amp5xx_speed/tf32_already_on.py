@@ -1,12 +1,9 @@
-"""A script that already uses TF32, so its FP32 is not the baseline of a comparison."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
-from ampwise.rules.amp5xx_speed.verdict import ratio_text
+from ampwise.finding import Findings, Place, Rule, Severity
+from ampwise.tune.compare.verdict import ratio_text
 
 if TYPE_CHECKING:
     from ampwise.tune.compare.speeds import SpeedComparison
@@ -27,7 +24,7 @@ RULE = Rule(
 )
 
 
-def check_speed(speeds: SpeedComparison) -> Iterator[Finding]:
+def check_speed(speeds: SpeedComparison) -> Findings:
     if not speeds.tf32_was_on:
         return
     best, today, gain, then = speeds.best, speeds.row("tf32"), None, ""

@@ -1,12 +1,9 @@
-"""A machine with too much timing noise for a comparison."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
-from ampwise.rules.amp5xx_speed.verdict import is_noisy
+from ampwise.finding import Findings, Place, Rule, Severity
+from ampwise.tune.compare.verdict import is_noisy
 
 if TYPE_CHECKING:
     from ampwise.tune.compare.speeds import SpeedComparison
@@ -26,7 +23,7 @@ RULE = Rule(
 )
 
 
-def check_speed(speeds: SpeedComparison) -> Iterator[Finding]:
+def check_speed(speeds: SpeedComparison) -> Findings:
     if speeds.noise is not None and is_noisy(speeds.noise):
         yield RULE.at(
             Place(device=speeds.device_name),

@@ -1,11 +1,8 @@
-"""Parameters whose gradient is exactly zero in every sample."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.watch.gradient_health import GradientHealth
@@ -33,7 +30,7 @@ SAMPLES = 3  # a layer initialised to zero, as in LoRA, passes no gradient back 
 NAMED = 8
 
 
-def check_gradients(health: GradientHealth) -> Iterator[Finding]:
+def check_gradients(health: GradientHealth) -> Findings:
     dead = [name for name, values in health.values.items() if values and values == health.zeros[name]]
     alive = [name for name, values in health.values.items() if values > health.zeros[name]]
     if health.samples < SAMPLES or not dead or not alive:

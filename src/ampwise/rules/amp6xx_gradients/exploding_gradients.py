@@ -1,12 +1,9 @@
-"""Gradients that grow from the output to the input, or from step to step until they are not finite."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 from ampwise.rules.amp6xx_gradients.trends import depth_change
 
 if TYPE_CHECKING:
@@ -39,7 +36,7 @@ HALF = 4  # steps: each of the last four norms is above each of the four before
 BEFORE = 4  # earlier points, needed to know the usual norm
 
 
-def check_gradients(health: GradientHealth) -> Iterator[Finding]:
+def check_gradients(health: GradientHealth) -> Findings:
     layer, found = depth_change(health)
     if layer is not None and found["ratio"] >= RISE:
         yield RULE.at(

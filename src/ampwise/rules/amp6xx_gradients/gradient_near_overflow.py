@@ -1,12 +1,9 @@
-"""A few large gradients that keep the loss scale too low for all others."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 from ampwise.numbers.census.underflow import NO_UNDERFLOW
 from ampwise.numbers.formats import find_scalar_format
 from ampwise.numbers.number_text import scale_text
@@ -41,11 +38,16 @@ PAYING = 0.05  # of the other parameters' values too small at this scale
 SAMPLES = 3  # needed before reporting
 
 
-def check_gradients(health: GradientHealth) -> Iterator[Finding]:
+def check_gradients(health: GradientHealth) -> Findings:
     if health.precision != "fp16" or len(health.recent) < SAMPLES:
         return
     sizes = {name: census.amax for name, census in health.recent_layers.items() if census.amax}
-    near = sorted((name for name in sizes if _is_near(health, name)), key=lambda name: -sizes[name])
+    limit, near = find_scalar_format("fp16").max / NEAR, []
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        # In most recent samples, not just in one.
+        scaled = [sample.layers[name].amax * (sample.scale or 1.0) for sample in health.recent if name in sample.layers]
+        if len(scaled) >= SAMPLES and median(scaled) >= limit:
+            near.append(name)
     if not near:
         return
     scale = health.recent[-1].scale
@@ -62,13 +64,6 @@ def check_gradients(health: GradientHealth) -> Iterator[Finding]:
         evidence={"amax": sizes[near[0]], "near": near[:3], "parameters": len(near), "of": len(sizes)},
         fix=FIX_WITHOUT_SCALER if scale is None else None,
     )
-
-
-def _is_near(health: GradientHealth, name: str) -> bool:
-    """Return whether the gradient is near the limit in most recent samples, not just in one."""
-    limit = find_scalar_format("fp16").max / NEAR
-    scaled = [sample.layers[name].amax * (sample.scale or 1.0) for sample in health.recent if name in sample.layers]
-    return len(scaled) >= SAMPLES and median(scaled) >= limit
 
 
 def _cost_to_others(health: GradientHealth, sizes: dict[str, float], near: list[str], scale: float) -> str:

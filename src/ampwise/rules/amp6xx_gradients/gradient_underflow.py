@@ -1,11 +1,8 @@
-"""Gradients that FP16 rounds to zero, or keeps with few bits."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 from ampwise.numbers.number_text import scale_text
 
 if TYPE_CHECKING:
@@ -35,7 +32,7 @@ NAMED = 3  # parameters in a message
 SAMPLES = 3  # consecutive samples without a nonzero value
 
 
-def check_gradients(health: GradientHealth) -> Iterator[Finding]:
+def check_gradients(health: GradientHealth) -> Findings:
     if health.precision != "fp16" or not health.recent:
         return
     step, scale = health.recent[-1].last, health.recent[-1].scale

@@ -1,11 +1,8 @@
-"""A sudden jump of the loss."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.watch.gradient_health import GradientHealth
@@ -27,7 +24,7 @@ RULE = Rule(
 )
 
 
-def check_gradients(health: GradientHealth) -> Iterator[Finding]:
+def check_gradients(health: GradientHealth) -> Findings:
     if not health.losses.spikes:
         return
     worst = max(health.losses.spikes, key=lambda spike: spike.spreads)

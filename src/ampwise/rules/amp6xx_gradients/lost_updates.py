@@ -1,12 +1,9 @@
-"""Updates too small to change BF16 weights."""
-
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.watch.gradient_health import GradientHealth
@@ -38,7 +35,7 @@ REPORTS = 2
 TRIED = 100  # weights: with fewer, the fraction is noise
 
 
-def check_gradients(health: GradientHealth) -> Iterator[Finding]:
+def check_gradients(health: GradientHealth) -> Findings:
     if len(health.updates) < REPORTS:
         return
     moved, tried = Counter[str](), Counter[str]()

@@ -1,16 +1,12 @@
-"""Gradients that are inf or NaN for a reason other than the loss scale."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 from ampwise.numbers.number_text import scale_text
 
 if TYPE_CHECKING:
-    from ampwise.watch.gradient_health import GradientHealth
-    from ampwise.watch.streaks import Streak
+    from ampwise.watch.gradient_health import GradientHealth, Streak
 
 RULE = Rule(
     code="AMP613",
@@ -37,7 +33,7 @@ FIX_WITHOUT_SCALER = (
 NAMED = 8
 
 
-def check_gradients(health: GradientHealth) -> Iterator[Finding]:
+def check_gradients(health: GradientHealth) -> Findings:
     real = [streak for streak in health.real_streaks() if not streak.bad_loss and streak.gradients_alone]
     if not real:
         return

@@ -1,11 +1,8 @@
-"""A loss that is inf or NaN."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.watch.gradient_health import GradientHealth
@@ -35,7 +32,7 @@ BEFORE = {
 }
 
 
-def check_gradients(health: GradientHealth) -> Iterator[Finding]:
+def check_gradients(health: GradientHealth) -> Findings:
     streaks = [streak for streak in health.streaks.all if streak.bad_loss]
     if not streaks:
         return

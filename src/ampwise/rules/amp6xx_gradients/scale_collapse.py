@@ -1,11 +1,8 @@
-"""A loss scale that keeps falling."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 from ampwise.numbers.number_text import scale_text
 
 if TYPE_CHECKING:
@@ -31,7 +28,7 @@ RULE = Rule(
 )
 
 
-def check_gradients(health: GradientHealth) -> Iterator[Finding]:
+def check_gradients(health: GradientHealth) -> Findings:
     found = health.streaks.collapse()
     if found is not None:
         yield RULE.at(

@@ -1,11 +1,8 @@
-"""A loss scale that keeps rising and falling."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.watch.gradient_health import GradientHealth
@@ -26,7 +23,7 @@ RULE = Rule(
 )
 
 
-def check_gradients(health: GradientHealth) -> Iterator[Finding]:
+def check_gradients(health: GradientHealth) -> Findings:
     found = health.oscillation()
     if found is not None:
         interval = "" if health.growth_interval is None else f" with growth_interval={health.growth_interval}"

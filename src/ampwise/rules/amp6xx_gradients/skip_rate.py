@@ -1,11 +1,8 @@
-"""Many skipped steps whose cause has no rule of its own."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.watch.gradient_health import GradientHealth
@@ -29,7 +26,7 @@ TOO_MANY = 0.05  # of the last steps
 SKIPS = 5  # at least
 
 
-def check_gradients(health: GradientHealth) -> Iterator[Finding]:
+def check_gradients(health: GradientHealth) -> Findings:
     share, skips = health.skip_share, sum(row.skipped for row in health.window)
     if share is None or share <= TOO_MANY or skips < SKIPS:
         return

@@ -1,12 +1,9 @@
-"""Gradients that approach FP16's lower limit."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 from ampwise.rules.amp6xx_gradients.trends import steady_quarters
 
 if TYPE_CHECKING:
@@ -38,7 +35,7 @@ LEAST = 64  # values
 ENOUGH = 12  # samples, so that each quarter has three and its median is not an outlier
 
 
-def check_gradients(health: GradientHealth) -> Iterator[Finding]:
+def check_gradients(health: GradientHealth) -> Findings:
     if health.precision != "fp16":
         return
     falls = {}  # of each parameter: slope in powers of two per step, and the step at which half is lost

@@ -1,11 +1,8 @@
-"""Gradients that shrink from the output to the input."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 from ampwise.rules.amp6xx_gradients.trends import depth_change
 
 if TYPE_CHECKING:
@@ -29,7 +26,7 @@ RULE = Rule(
 FALL = 1e4  # healthy networks stay within a few hundred, with or without normalisation
 
 
-def check_gradients(health: GradientHealth) -> Iterator[Finding]:
+def check_gradients(health: GradientHealth) -> Findings:
     layer, found = depth_change(health)
     if layer is not None and found["ratio"] * FALL <= 1:
         yield RULE.at(

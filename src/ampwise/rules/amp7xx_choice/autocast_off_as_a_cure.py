@@ -1,5 +1,3 @@
-"""Proposal: drop autocast, or mixed precision altogether, because of a NaN."""
-
 from ampwise.finding import Rule, Severity
 
 RULE = Rule(

@@ -1,5 +1,3 @@
-"""Scores that are subtracted in BF16 or FP16."""
-
 from ampwise.finding import Rule, Severity
 
 RULE = Rule(

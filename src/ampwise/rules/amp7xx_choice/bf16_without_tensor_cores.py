@@ -1,11 +1,8 @@
-"""BF16 on a device that only emulates it."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.hardware.machine import MachineRequirements
@@ -33,7 +30,7 @@ RULE = Rule(
 )
 
 
-def check_hardware(use: MachineRequirements) -> Iterator[Finding]:
+def check_hardware(use: MachineRequirements) -> Findings:
     for kind in use.machine.device_kinds:
         device = kind.first
         if device.bf16_claimed and not device.bf16_native:
@@ -48,12 +45,12 @@ def check_hardware(use: MachineRequirements) -> Iterator[Finding]:
             )
 
 
-def check_run(run: RunEvents) -> Iterator[Finding]:
+def check_run(run: RunEvents) -> Findings:
     if run.bf16_emulated_on is not None:
         yield RULE.at(Place(device=run.bf16_emulated_on), f"BF16 was used on {run.bf16_emulated_on}, which emulates it")
 
 
-def check_choice(choice: PrecisionChoice) -> Iterator[Finding]:
+def check_choice(choice: PrecisionChoice) -> Findings:
     target = choice.target
     if choice.want != "bf16" or not target.emulates_bf16:
         return

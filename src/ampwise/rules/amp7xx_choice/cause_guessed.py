@@ -1,5 +1,3 @@
-"""Proposal: blame a cause, or rule one out, without checking."""
-
 from ampwise.finding import Rule, Severity
 
 RULE = Rule(

@@ -1,5 +1,3 @@
-"""Proposal: leave out activation checkpointing because of autocast."""
-
 from ampwise.finding import Rule, Severity
 
 RULE = Rule(

@@ -1,11 +1,8 @@
-"""Proposal: use a format that the device supports but does not run faster than a wider one."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.tune.advise.choice import PrecisionChoice
@@ -27,7 +24,7 @@ RULE = Rule(
 TFLOPS = 1e12
 
 
-def check_choice(choice: PrecisionChoice) -> Iterator[Finding]:
+def check_choice(choice: PrecisionChoice) -> Findings:
     target, want = choice.target, choice.want or ""
     other = {"tf32": "fp32", "fp16": "bf16", "fp8": "bf16"}.get(want, "")  # the format that it has to beat
     peak, base = target.peak(want), target.peak(other)

@@ -1,5 +1,3 @@
-"""Proposal: train in a block format that torch supports only in prototypes."""
-
 from ampwise.finding import Rule, Severity
 
 RULE = Rule(

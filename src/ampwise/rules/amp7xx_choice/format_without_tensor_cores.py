@@ -1,11 +1,8 @@
-"""A requested format that the GPU has no tensor cores for."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.hardware.machine import MachineRequirements
@@ -40,7 +37,7 @@ RULE = Rule(
 )
 
 
-def check_hardware(use: MachineRequirements) -> Iterator[Finding]:
+def check_hardware(use: MachineRequirements) -> Findings:
     torch = use.machine.torch
     if use.wanted and not (torch is not None and (torch.mps or use.machine.devices)):
         yield RULE.at(
@@ -62,7 +59,7 @@ def check_hardware(use: MachineRequirements) -> Iterator[Finding]:
                 )
 
 
-def check_choice(choice: PrecisionChoice) -> Iterator[Finding]:
+def check_choice(choice: PrecisionChoice) -> Findings:
     target, want = choice.target, choice.want
     if want is None or want == "fp32" or (want == "bf16" and target.emulates_bf16):  # which AMP701 reports
         return

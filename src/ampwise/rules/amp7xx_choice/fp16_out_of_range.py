@@ -1,11 +1,8 @@
-"""Proposal: use FP16 where values are likely to exceed its range."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.tune.advise.choice import PrecisionChoice
@@ -28,7 +25,7 @@ RULE = Rule(
 )
 
 
-def check_choice(choice: PrecisionChoice) -> Iterator[Finding]:
+def check_choice(choice: PrecisionChoice) -> Findings:
     bf16 = bool(choice.target.has("bf16"))
     if choice.half != "fp16":
         return

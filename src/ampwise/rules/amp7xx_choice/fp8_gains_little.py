@@ -1,11 +1,8 @@
-"""Proposal: use FP8 where it gives little or no speedup."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.tune.advise.choice import PrecisionChoice
@@ -34,7 +31,7 @@ MEASURED = (
 )
 
 
-def check_choice(choice: PrecisionChoice) -> Iterator[Finding]:
+def check_choice(choice: PrecisionChoice) -> Findings:
     model = choice.model
     option: dict[str, Any] = {
         "costs": {

@@ -1,5 +1,3 @@
-"""Proposal: assume a speedup without measuring it."""
-
 from ampwise.finding import Rule, Severity
 
 RULE = Rule(

@@ -1,11 +1,8 @@
-"""An NVIDIA driver is present, but torch sees no device."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.hardware.machine import MachineRequirements
@@ -26,7 +23,7 @@ RULE = Rule(
 )
 
 
-def check_hardware(use: MachineRequirements) -> Iterator[Finding]:
+def check_hardware(use: MachineRequirements) -> Findings:
     torch = use.machine.torch
     if use.machine.driver is None or torch is None or torch.devices:
         return

@@ -1,5 +1,3 @@
-"""Proposal: use 16-bit or TF32 for work that needs FP32 accuracy."""
-
 from ampwise.finding import Rule, Severity
 
 RULE = Rule(

@@ -1,5 +1,3 @@
-"""Proposal: rely on autocast to halve the memory."""
-
 from ampwise.finding import Rule, Severity
 
 RULE = Rule(

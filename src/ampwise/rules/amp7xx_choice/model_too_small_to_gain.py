@@ -1,5 +1,3 @@
-"""Proposal: use 16-bit precision for a model too small to benefit."""
-
 from ampwise.finding import Rule, Severity
 
 RULE = Rule(

@@ -1,5 +1,3 @@
-"""Proposal: use 16-bit precision although a measurement showed no speedup."""
-
 from ampwise.finding import Rule, Severity
 
 RULE = Rule(

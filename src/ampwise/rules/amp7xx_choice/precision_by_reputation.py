@@ -1,5 +1,3 @@
-"""Proposal: choose a precision because it is newer or was recommended."""
-
 from ampwise.finding import Rule, Severity
 
 RULE = Rule(

@@ -1,5 +1,3 @@
-"""Proposal: tune the loss scale without evidence that it is the cause."""
-
 from ampwise.finding import Rule, Severity
 
 RULE = Rule(

@@ -1,5 +1,3 @@
-"""Proposal: use a minimal training loop."""
-
 from ampwise.finding import Rule, Severity
 
 RULE = Rule(

@@ -1,11 +1,8 @@
-"""Proposal: train a model whose state alone exceeds the device's memory."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.tune.advise.choice import PrecisionChoice
@@ -26,7 +23,7 @@ RULE = Rule(
 )
 
 
-def check_choice(choice: PrecisionChoice) -> Iterator[Finding]:
+def check_choice(choice: PrecisionChoice) -> Findings:
     memory, state = choice.target.memory, choice.model.state_bytes
     if memory is None or state is None or memory.approximate or state <= memory.value:
         return

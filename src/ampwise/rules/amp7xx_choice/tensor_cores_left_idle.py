@@ -1,11 +1,8 @@
-"""Proposal: train in FP32 on a device with 16-bit tensor cores."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.tune.advise.choice import PrecisionChoice
@@ -26,7 +23,7 @@ RULE = Rule(
 )
 
 
-def check_choice(choice: PrecisionChoice) -> Iterator[Finding]:
+def check_choice(choice: PrecisionChoice) -> Findings:
     half = choice.target.half
     costs = {"FP32": "the speed of the tensor cores"}
     if choice.target.tf32_gains:

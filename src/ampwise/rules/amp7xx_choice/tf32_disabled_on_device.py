@@ -1,12 +1,9 @@
-"""TF32 tensor cores that FP32 matmuls do not use."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
-from ampwise.rules.amp5xx_speed.verdict import OPTIONAL, ratio_text
+from ampwise.finding import Findings, Place, Rule, Severity
+from ampwise.tune.compare.verdict import OPTIONAL, ratio_text
 
 if TYPE_CHECKING:
     from ampwise.hardware.machine import MachineRequirements
@@ -29,7 +26,7 @@ RULE = Rule(
 )
 
 
-def check_hardware(use: MachineRequirements) -> Iterator[Finding]:
+def check_hardware(use: MachineRequirements) -> Findings:
     torch = use.machine.torch
     if torch is None or torch.fp32.matmul_tf32:
         return
@@ -50,7 +47,7 @@ def check_hardware(use: MachineRequirements) -> Iterator[Finding]:
         )
 
 
-def check_speed(speeds: SpeedComparison) -> Iterator[Finding]:
+def check_speed(speeds: SpeedComparison) -> Findings:
     row = speeds.best
     if row is None or row.precision != "tf32" or row.ratio is None or "matmuls" in speeds.tf32_was_on:
         return

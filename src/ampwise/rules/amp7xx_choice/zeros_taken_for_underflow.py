@@ -1,5 +1,3 @@
-"""Proposal: treat zero gradients as underflow."""
-
 from ampwise.finding import Rule, Severity
 
 RULE = Rule(

@@ -1,11 +1,8 @@
-"""A damaged checkpoint."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.guard.events import CheckpointDamaged
@@ -26,5 +23,5 @@ RULE = Rule(
 )
 
 
-def check_guard(damaged: CheckpointDamaged) -> Iterator[Finding]:
+def check_guard(damaged: CheckpointDamaged) -> Findings:
     yield RULE.at(Place(file=damaged.path), damaged.message, evidence=damaged.fields, fix=damaged.advice)

@@ -1,11 +1,8 @@
-"""A checkpoint that could not be written."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.guard.events import CheckpointFailed
@@ -25,5 +22,5 @@ RULE = Rule(
 )
 
 
-def check_guard(failed: CheckpointFailed) -> Iterator[Finding]:
+def check_guard(failed: CheckpointFailed) -> Findings:
     yield RULE.at(Place(step=failed.step), failed.message, evidence=failed.fields, fix=failed.advice)

@@ -1,11 +1,8 @@
-"""A rank that died or hangs."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.guard.events import RankLost
@@ -26,5 +23,5 @@ RULE = Rule(
 )
 
 
-def check_guard(lost: RankLost) -> Iterator[Finding]:
+def check_guard(lost: RankLost) -> Findings:
     yield RULE.at(Place(step=lost.step), lost.message, evidence=lost.fields, fix=lost.advice)

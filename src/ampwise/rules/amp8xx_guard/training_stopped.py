@@ -1,11 +1,8 @@
-"""A run that the guard stopped."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.guard.events import TrainingStopped
@@ -25,5 +22,5 @@ RULE = Rule(
 )
 
 
-def check_guard(stopped: TrainingStopped) -> Iterator[Finding]:
+def check_guard(stopped: TrainingStopped) -> Findings:
     yield RULE.at(Place(step=stopped.step), stopped.message, evidence=stopped.fields, fix=stopped.advice)

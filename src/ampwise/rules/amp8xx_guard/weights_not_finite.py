@@ -1,11 +1,8 @@
-"""Weights that would have been saved with inf or NaN."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.guard.events import WeightsNotFinite
@@ -29,7 +26,7 @@ RULE = Rule(
 )
 
 
-def check_guard(weights: WeightsNotFinite) -> Iterator[Finding]:
+def check_guard(weights: WeightsNotFinite) -> Findings:
     only = weights.names[0] if weights.count == len(weights.names) == 1 else None
     yield RULE.at(
         Place(step=weights.step, parameter=only), weights.message, evidence=weights.fields, fix=weights.advice

@@ -1,11 +1,8 @@
-"""A batch that contained inf or NaN."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 from ampwise.rules.amp9xx_nan.failure_text import bad_values_text, failure_finding, operation_text
 
 if TYPE_CHECKING:
@@ -36,7 +33,7 @@ NUMBER = (
 )
 
 
-def check_op(failure: Failure) -> Iterator[Finding]:
+def check_op(failure: Failure) -> Findings:
     source = failure.source
     if failure.kind != RULE.name or source is None:
         return

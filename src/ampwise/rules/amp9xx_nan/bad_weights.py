@@ -1,11 +1,8 @@
-"""A parameter that was inf or NaN before the step."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 from ampwise.numbers.number_text import number_text
 from ampwise.rules.amp9xx_nan.failure_text import bad_source_text, failure_finding
 
@@ -34,7 +31,7 @@ RULE = Rule(
 )
 
 
-def check_op(failure: Failure) -> Iterator[Finding]:
+def check_op(failure: Failure) -> Findings:
     if failure.kind != RULE.name or failure.source is None:
         return
     since = advice = ""

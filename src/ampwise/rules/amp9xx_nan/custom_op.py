@@ -1,11 +1,8 @@
-"""A custom operation, whose internals cannot be traced."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 from ampwise.rules.amp9xx_nan.failure_text import failure_finding, format_title, operation_text, value_text
 
 if TYPE_CHECKING:
@@ -35,7 +32,7 @@ RULE = Rule(
 IN_FULL = "Debug it with the inputs of this step, which a capsule contains: check its divisions, roots and logarithms."
 
 
-def check_op(failure: Failure) -> Iterator[Finding]:
+def check_op(failure: Failure) -> Findings:
     origin = failure.origin
     if failure.kind != RULE.name or origin is None:
         return

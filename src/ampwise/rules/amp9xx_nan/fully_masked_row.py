@@ -1,11 +1,8 @@
-"""A softmax over a row of -inf."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 from ampwise.rules.amp9xx_nan.failure_text import counted_text, failure_finding, operation_text
 
 if TYPE_CHECKING:
@@ -33,7 +30,7 @@ RULE = Rule(
 )
 
 
-def check_op(failure: Failure) -> Iterator[Finding]:
+def check_op(failure: Failure) -> Findings:
     origin = failure.origin
     if failure.kind != RULE.name or origin is None:
         return

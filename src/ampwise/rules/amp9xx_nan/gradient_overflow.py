@@ -1,11 +1,8 @@
-"""A gradient that overflows FP16."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 from ampwise.numbers.number_text import scale_text
 from ampwise.rules.amp9xx_nan.failure_text import derivative_text, failure_finding, format_title, overflow_text
 
@@ -32,7 +29,7 @@ RULE = Rule(
 )
 
 
-def check_op(failure: Failure) -> Iterator[Finding]:
+def check_op(failure: Failure) -> Findings:
     origin = failure.origin
     if failure.kind != RULE.name or origin is None:
         return

@@ -1,11 +1,8 @@
-"""A result within the range of FP32 but not of FP16."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 from ampwise.rules.amp9xx_nan.failure_text import failure_finding, overflows_text
 
 if TYPE_CHECKING:
@@ -30,6 +27,6 @@ RULE = Rule(
 )
 
 
-def check_op(failure: Failure) -> Iterator[Finding]:
+def check_op(failure: Failure) -> Findings:
     if failure.kind == RULE.name and failure.origin is not None:
         yield failure_finding(RULE, failure, overflows_text(failure.origin))

@@ -1,11 +1,8 @@
-"""An optimizer whose own division made the weights inf or NaN."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 from ampwise.numbers.number_text import number_text
 from ampwise.rules.amp9xx_nan.failure_text import (
     bad_values_text,
@@ -41,7 +38,7 @@ OF_TORCH = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", 
 ABOVE_0 = "Use an eps above 0: for weights that have had no gradient yet, it is the whole divisor."
 
 
-def check_op(failure: Failure) -> Iterator[Finding]:
+def check_op(failure: Failure) -> Findings:
     if failure.kind != RULE.name:
         return
     facts, source, origin = failure.optimizer, failure.source, failure.origin

@@ -1,11 +1,8 @@
-"""A logarithm, root or inverse trigonometric function outside its domain."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 from ampwise.rules.amp9xx_nan.failure_text import domain_text, failure_finding, gives_text
 
 if TYPE_CHECKING:
@@ -30,6 +27,6 @@ RULE = Rule(
 )
 
 
-def check_op(failure: Failure) -> Iterator[Finding]:
+def check_op(failure: Failure) -> Findings:
     if failure.kind == RULE.name and failure.origin is not None:
         yield failure_finding(RULE, failure, f"{gives_text(failure.origin)}: {domain_text(failure.origin)}")

@@ -1,11 +1,8 @@
-"""A buffer, such as BatchNorm's running mean, that was inf or NaN before the step."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding, Rule, Severity
+from ampwise.finding import Findings, Rule, Severity
 from ampwise.rules.amp9xx_nan.failure_text import bad_source_text, failure_finding
 
 if TYPE_CHECKING:
@@ -33,7 +30,7 @@ RULE = Rule(
 STATISTICS = ("running_mean", "running_var")
 
 
-def check_op(failure: Failure) -> Iterator[Finding]:
+def check_op(failure: Failure) -> Findings:
     source = failure.source
     if failure.kind != RULE.name or source is None:
         return

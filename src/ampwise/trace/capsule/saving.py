@@ -15,16 +15,14 @@ from ampwise.trace.replay import ReplayStep
 from ampwise.train.random_state import to_plain_random
 
 if TYPE_CHECKING:
-    from ampwise.trace.bad_steps import BadStepRecord
-    from ampwise.trace.kept_batch import KeptBatch
+    from ampwise.trace.bad_steps import BadStepRecord, KeptBatch
 
 __all__ = ["MAX_CAPSULES", "SHARED_CAPSULES", "Capsules", "checked_capsules"]
 
 MAX_CAPSULES = 4  # per run: further bad steps usually have the same cause
 
-SHARED_CAPSULES: list[
-    Capsules
-] = []  # where engines without capsules of their own save bad steps; set by ``ampwise watch``
+# Where engines without capsules of their own save bad steps; set by ``ampwise watch``.
+SHARED_CAPSULES: list[Capsules] = []
 
 
 class Capsules:
@@ -55,7 +53,7 @@ class Capsules:
         if build is not None and (not isinstance(build, str) or not all(build.partition(":"))):
             raise BadInput(f'Capsules(build={build!r}): expected the name of a function, "module:function".')
         if arguments:
-            from ampwise.trace.capsule.build_arguments import checked_arguments
+            from ampwise.trace.capsule.builder import checked_arguments
 
             checked_arguments(arguments)  # now, rather than at the first bad step
         self._folder, self.build, self._arguments = Path(folder), build, dict(arguments or {})

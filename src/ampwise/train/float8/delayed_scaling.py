@@ -38,12 +38,11 @@ class DelayedScales:
         gradients = TOPS[E5M2 if fp8.gradients == "e5m2" else E4M3]
         self._tops = torch.tensor([TOPS[E4M3], TOPS[E4M3], gradients], dtype=torch.int32, device=device)
         self.steps = 0  # updates so far
-        self.slots = [self._slot(seen) for seen in self.seen]
-
-    def _slot(self, seen: Tensor) -> Tensor:
-        slot = torch.zeros_like(seen, requires_grad=True)
-        slot.register_post_accumulate_grad_hook(partial(_note, seen))
-        return slot
+        self.slots: list[Tensor] = []
+        for seen in self.seen:
+            slot = torch.zeros_like(seen, requires_grad=True)
+            slot.register_post_accumulate_grad_hook(partial(_merge_statistics, seen))
+            self.slots.append(slot)
 
     def update(self, group: Any = None, *, together: bool = False) -> None:
         """Update the scales after a step. A tensor that was all zero, or not finite, leaves its scale unchanged."""
@@ -110,7 +109,7 @@ class DelayedScales:
         self.steps = int(state["steps"])
 
 
-def _note(seen: Tensor, slot: Tensor) -> None:
+def _merge_statistics(seen: Tensor, slot: Tensor) -> None:
     """Merge the statistics of a backward pass into those of this step."""
     assert slot.grad is not None
     torch.maximum(seen, slot.grad, out=seen)

@@ -6,12 +6,11 @@ census, shifted by the scale. ``cast_reference`` defines what the kernel must do
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from ampwise.train.float8.custom_op import register_op
 
 __all__ = [
     "ALIGNMENT",
@@ -22,6 +21,7 @@ __all__ = [
     "Fp8Matrix",
     "cast_reference",
     "cast_to_fp8",
+    "register_op",
     "scales_of",
 ]
 
@@ -36,8 +36,7 @@ MANTISSA_BITS, BIAS = 23, 127  # of FP32
 MANTISSA_OF_1_75 = 0x600000
 LARGEST_EXPONENT = 126  # so that a scale and its inverse are both normal numbers
 
-
-CastTensors = tuple[Tensor, Tensor, Tensor, Tensor]  # the fields of a Cast, as torch operators return them
+CastTensors = tuple[Tensor, Tensor, Tensor, Tensor]  # the fields of an Fp8Matrix, as torch operators return them
 
 
 class Fp8Matrix(NamedTuple):
@@ -79,14 +78,27 @@ def _cast(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool
     return launch_cast(x, scale, e5m2, rows, columns)
 
 
-def _empty(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> CastTensors:
-    return empty_cast(x, e5m2, rows, columns)
+def register_op(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Register a custom operator, which torch.compile does not look into, and return it.
+
+    ``fake`` returns empty tensors like the function's results.
+
+    Uses torch's older interface: ``torch.library.custom_op`` checks all arguments and results in each call, which takes
+    several times as long, and a step of a large model has hundreds of calls. The operators must not change or return
+    their arguments, and have no derivative: they are called where autograd is off.
+    """
+    name = schema.partition("(")[0]
+    torch.library.define(f"ampwise::{name}", schema.removeprefix(name))
+    torch.library.impl(f"ampwise::{name}", ("CPU", "CUDA"), function)
+    torch.library.register_fake(f"ampwise::{name}", fake)
+    found: Callable[..., Any] = getattr(torch.ops.ampwise, name).default
+    return found
 
 
 cast_fp8 = register_op(
     "cast_fp8(Tensor x, Tensor? scale, bool e5m2, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)",
     _cast,
-    _empty,
+    lambda x, scale, *how: empty_cast(x, *how),
 )
 
 

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampwise.errors import BadInput
-from ampwise.train.float8.custom_op import register_op
-from ampwise.train.float8.fp8_cast import Fp8Matrix, cast_to_fp8
+from ampwise.train.float8.fp8_cast import Fp8Matrix, cast_to_fp8, register_op
 
 __all__ = ["fp8_linear", "linear_of_empty_batch", "out_dtype", "scaled_matmul"]
 
@@ -77,7 +76,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative()
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            raise BadInput(
+                "backward(create_graph=True) through an FP8 layer: its gradient has no derivative. Keep the layers "
+                'that a gradient penalty needs in BF16: Policy("fp8").keep("bf16", name).'
+            )
         x, weight, of_x8, of_weight8, x_seen, weight_seen, scales = ctx.saved_tensors
         by_x, by_weight, by_bias, by_slot = ctx.needs_input_grad[:4]
         of_x = of_weight = of_bias = of_slot = None
@@ -132,22 +135,8 @@ def _multiply(
         return (out if bias is None else out + bias.float()).to(dtype)
 
 
-def _empty(
-    a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
-
-
 multiply_fp8 = register_op(
     "multiply_fp8(Tensor a, Tensor b, Tensor of_a, Tensor of_b, Tensor? bias, ScalarType dtype, bool fast) -> Tensor",
     _multiply,
-    _empty,
+    lambda a, b, of_a, of_b, bias, dtype, fast: a.new_empty((a.shape[0], b.shape[0]), dtype=dtype),
 )
-
-
-def _refuse_second_derivative() -> None:
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-        raise BadInput(
-            "backward(create_graph=True) through an FP8 layer: its gradient has no derivative. Keep the layers that a "
-            'gradient penalty needs in BF16: Policy("fp8").keep("bf16", name).'
-        )

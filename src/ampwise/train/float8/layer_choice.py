@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -12,11 +15,22 @@ from torch import nn
 from ampwise.errors import UnknownName
 from ampwise.train.float8.fp8_cast import ALIGNMENT
 from ampwise.train.float8.layer_forward import has_fp8_forward
-from ampwise.train.float8.prepared_layers import forward_without_policies, is_prepared
 from ampwise.train.float8.recipe import TORCHAO, Fp8
+from ampwise.train.precision.call_in_precision import is_wrapped_forward, wrap_forward
 from ampwise.train.precision.policy import name_and_parents, named_modules
 
-__all__ = ["NOT_LINEAR", "OTHER_PRECISION", "TORCHAO_LAYER_REASON", "LayerChoice", "choose_layers"]
+__all__ = [
+    "CHOICES_IN_USE",
+    "GATHERED_IN_FP8",
+    "LayerChoice",
+    "choose_layers",
+    "describe_layers",
+    "gathers_in_fp8",
+    "is_prepared",
+    "torchao_layers",
+    "use_fp8_forward",
+    "use_linear_forward",
+]
 
 OTHER_PRECISION = "bf16"  # the precision of layers that are not in FP8
 SMALL = 2**18  # weights (512 × 512), below which casting takes longer than FP8 saves
@@ -27,6 +41,10 @@ WITH_MATRICES = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._Conv
 KEPT, ASKED = "kept by", "wide by"
 NOT_LINEAR = "not a linear layer"
 TORCHAO_LAYER_REASON = "by torchao, converted before"
+TORCHAO_LAYER = "Float8Linear"
+GATHERED_IN_FP8 = (  # why a layer cannot run in BF16
+    "FSDP2 gathers its weights in FP8. Prepare the model with prepare(model, all_gather=False), or not at all."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,106 +57,85 @@ class LayerChoice:
     recipe: str = ""
 
     @property
-    def precision(self) -> str:
-        return "fp8" if self.fp8 else OTHER_PRECISION
-
-    @property
     def is_asked(self) -> bool:
         """Whether a policy or ``Fp8`` requested BF16 for it."""
         return self.why.startswith((KEPT, ASKED))
 
 
+CHOICES_IN_USE: WeakKeyDictionary[nn.Linear, LayerChoice] = WeakKeyDictionary()  # of models in training
+
+
 def choose_layers(model: nn.Module, kept: Mapping[nn.Module, str], fp8: Fp8) -> dict[nn.Linear, LayerChoice]:
     """Return the choice for each linear layer of a model. ``kept``: modules that a policy keeps, with its pattern."""
     named = named_modules(model)
-    _refuse_unknown(fp8, named)
-    seen = _Model(named, kept, fp8)
+    for pattern in (*fp8.wide, *fp8.narrow):
+        if not any(name and fnmatchcase(name, pattern) for name in named):
+            raise UnknownName(
+                "module",
+                pattern,
+                filter(None, named),
+                listing="Names in Fp8(wide=..., narrow=...) are those of model.named_modules(); * matches any part.",
+            )
+    owners: dict[int, set[int]] = {}  # modules by parameter
+    for module in named.values():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    in_order = [module for module in named.values() if isinstance(module, WITH_MATRICES)]
+    alone = {module for name, module in named.items() if not _is_in_a_stack(name, named)}
+    first, last = (in_order[place] if in_order and in_order[place] in alone else None for place in (0, -1))
+
     found: dict[nn.Linear, LayerChoice] = {}
     for name, module in named.items():
-        if isinstance(module, nn.Linear) and module not in found:  # of several names, use the first
-            found[module] = seen.choice(name, module)
+        if not isinstance(module, nn.Linear) or module in found:  # of several names, use the first
+            continue
+        containing = [*name_and_parents(name)]
+        kept_by = next((kept[named[each]] for each in containing if named.get(each) in kept), None)
+        wide_by = _matching(fp8.wide, containing)
+        if kept_by or wide_by:
+            why = f"{KEPT} {kept_by!r}" if kept_by else f"{ASKED} {wide_by!r}"
+        elif is_prepared(module):
+            found[module] = LayerChoice(name=name, fp8=True, why=TORCHAO_LAYER_REASON, recipe=TORCHAO)
+            continue
+        else:
+            why = _why_impossible(module, named.get(name.rpartition(".")[0]), owners)
+            if not why and not _matching(fp8.narrow, containing):
+                why = _why_unwise(name, module, first, last)
+        if why:
+            found[module] = LayerChoice(name=name, fp8=False, why=why)
+        else:
+            found[module] = LayerChoice(name=name, fp8=True, why=f"{fp8.recipe} scaling", recipe=fp8.recipe)
     return found
 
 
-class _Model:
-    """What the choice for one layer needs to know about all modules."""
-
-    def __init__(self, named: Mapping[str, nn.Module], kept: Mapping[nn.Module, str], fp8: Fp8) -> None:
-        self._named, self._kept, self._fp8 = named, kept, fp8
-        self._owners: dict[int, set[int]] = {}
-        for module in named.values():
-            for parameter in module.parameters(recurse=False):
-                self._owners.setdefault(id(parameter), set()).add(id(module))
-        by_order = [module for module in named.values() if isinstance(module, WITH_MATRICES)]
-        alone = {module for name, module in named.items() if not _is_in_a_stack(name, named)}
-        self._first = by_order[0] if by_order and by_order[0] in alone else None
-        self._last = by_order[-1] if by_order and by_order[-1] in alone else None
-
-    def choice(self, name: str, module: nn.Linear) -> LayerChoice:
-        why = next(filter(None, self._asked_wide(name)), None)
-        if why is None and is_prepared(module):
-            return LayerChoice(name=name, fp8=True, why=TORCHAO_LAYER_REASON, recipe=TORCHAO)
-        if why is None:
-            why = next(filter(None, self._impossible(name, module)), None)
-        if why is None and not _matches(name, self._fp8.narrow):
-            why = next(filter(None, self._unwise(name, module)), None)
-        if why is not None:
-            return LayerChoice(name=name, fp8=False, why=why)
-        return LayerChoice(name=name, fp8=True, why=f"{self._fp8.recipe} scaling", recipe=self._fp8.recipe)
-
-    def _asked_wide(self, name: str) -> Iterator[str | None]:
-        pattern = self._kept_by(name)
-        yield f"{KEPT} {pattern!r}" if pattern else None
-        pattern = _matches(name, self._fp8.wide)
-        yield f"{ASKED} {pattern!r}" if pattern else None
-
-    def _impossible(self, name: str, module: nn.Linear) -> Iterator[str | None]:
-        yield _forward_of_its_own(module)
-        above = self._named.get(name.rpartition(".")[0])
-        yield "nn.MultiheadAttention uses its weight without calling it" if _uses_inside(above) else None
-        shared = any(len(self._owners[id(each)]) > 1 for each in module.parameters(recurse=False))
-        yield "its weight is shared with another module" if shared else None
-        dtype = module.weight.dtype
-        yield None if dtype in DTYPES else f"its weight is in {str(dtype).removeprefix('torch.')}"
-        off = [size for size in (module.in_features, module.out_features) if size % ALIGNMENT or not size]
-        sizes = " and ".join(map(str, off))
-        yield f"{sizes}: not a multiple of {ALIGNMENT}, see ampwise.pad_" if off else None
-
-    def _unwise(self, name: str, module: nn.Linear) -> Iterator[str | None]:
-        yield "first layer: it reads the data" if module is self._first else None
-        yield "last layer: its output goes into the loss" if module is self._last else None
-        yield "a router: its choices are discrete" if _is_router(name, module) else None
-        weights = module.in_features * module.out_features
-        yield f"small: casting {weights} weights costs more than FP8 saves" if weights < SMALL else None
-
-    def _kept_by(self, name: str) -> str | None:
-        """Return the pattern by which a policy keeps this module, or one that contains it."""
-        modules = (self._named.get(each) for each in name_and_parents(name))
-        return next((self._kept[module] for module in modules if module is not None and module in self._kept), None)
+def _matching(patterns: Iterable[str], names: Iterable[str]) -> str | None:
+    """Return the first pattern that matches one of the names."""
+    return next((pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)), None)
 
 
-def _matches(name: str, patterns: Iterable[str]) -> str | None:
-    """Return the pattern that matches this name, or a module that contains it."""
-    names = [*name_and_parents(name)]
-    return next((pattern for pattern in patterns if any(fnmatchcase(each, pattern) for each in names)), None)
-
-
-def _forward_of_its_own(module: nn.Linear) -> str | None:
+def _why_impossible(module: nn.Linear, parent: nn.Module | None, owners: Mapping[int, set[int]]) -> str:
     if type(module).forward is not nn.Linear.forward:
         return f"{type(module).__name__} overrides forward"
-    installed = forward_without_policies(module)
-    if installed is None or has_fp8_forward(module) or getattr(installed, "__func__", None) is nn.Linear.forward:
-        return None
-    return "its forward was replaced"
+    if not (forward_without_policies(module) is None or has_fp8_forward(module) or uses_linear_forward(module)):
+        return "its forward was replaced"
+    if isinstance(parent, nn.MultiheadAttention):
+        return "nn.MultiheadAttention uses its weight without calling it"
+    if any(len(owners[id(each)]) > 1 for each in module.parameters(recurse=False)):
+        return "its weight is shared with another module"
+    if module.weight.dtype not in DTYPES:
+        return f"its weight is in {str(module.weight.dtype).removeprefix('torch.')}"
+    off = [str(size) for size in (module.in_features, module.out_features) if size % ALIGNMENT or not size]
+    return f"{' and '.join(off)}: not a multiple of {ALIGNMENT}, see ampwise.pad_" if off else ""
 
 
-def _uses_inside(module: nn.Module | None) -> bool:
-    return isinstance(module, nn.MultiheadAttention)
-
-
-def _is_router(name: str, module: nn.Linear) -> bool:
-    own = name.rpartition(".")[2]
-    return ("router" in name or own in ROUTERS) and module.out_features <= FEW
+def _why_unwise(name: str, module: nn.Linear, first: nn.Module | None, last: nn.Module | None) -> str:
+    if module is first:
+        return "first layer: it reads the data"
+    if module is last:
+        return "last layer: its output goes into the loss"
+    if ("router" in name or name.rpartition(".")[2] in ROUTERS) and module.out_features <= FEW:
+        return "a router: its choices are discrete"
+    weights = module.in_features * module.out_features
+    return f"small: casting {weights} weights costs more than FP8 saves" if weights < SMALL else ""
 
 
 def _is_in_a_stack(name: str, named: Mapping[str, nn.Module]) -> bool:
@@ -155,12 +152,58 @@ def _is_in_a_stack(name: str, named: Mapping[str, nn.Module]) -> bool:
     return False
 
 
-def _refuse_unknown(fp8: Fp8, named: Mapping[str, nn.Module]) -> None:
-    for pattern in (*fp8.wide, *fp8.narrow):
-        if not any(name and fnmatchcase(name, pattern) for name in named):
-            raise UnknownName(
-                "module",
-                pattern,
-                filter(None, named),
-                listing="Names in Fp8(wide=..., narrow=...) are those of model.named_modules(); * matches any part.",
-            )
+def describe_layers(model: nn.Module, kept: Mapping[nn.Module, str]) -> dict[nn.Module, tuple[str, str]]:
+    """Return precision and reason of each module: as it runs now, or else as the default recipe would choose."""
+    described = dict.fromkeys(model.modules(), (OTHER_PRECISION, NOT_LINEAR))
+    for module, choice in choose_layers(model, kept, Fp8()).items():
+        choice = CHOICES_IN_USE.get(module, choice)
+        described[module] = ("fp8" if choice.fp8 else OTHER_PRECISION, choice.why)
+    return described
+
+
+# Layers that ``prepare`` converted to torchao's. Their class, with its FP8 forward, stays. To run one in BF16,
+# ``nn.Linear``'s forward is installed on the module, inside the precision that a policy may have set for it.
+
+
+def torchao_layers(model: nn.Module) -> dict[nn.Module, tuple[str, str]]:
+    """Return precision and reason of torchao's layers, which run in FP8 in any precision."""
+    layers = (each for each in model.modules() if is_prepared(each) and not uses_linear_forward(each))
+    return dict.fromkeys(layers, ("fp8", TORCHAO_LAYER_REASON))
+
+
+def is_prepared(module: nn.Module) -> bool:
+    """Return whether it is a torchao FP8 layer."""
+    return any(each.__name__ == TORCHAO_LAYER for each in type(module).__mro__)
+
+
+def gathers_in_fp8(module: nn.Module) -> bool:
+    """Return whether FSDP2 gathers its weight in FP8, so that the layer cannot run in BF16."""
+    return bool(getattr(getattr(module, "config", None), "enable_fsdp_float8_all_gather", False))
+
+
+def forward_without_policies(module: nn.Module) -> Any:
+    """Return the forward installed on a module, without the wrappers of policies."""
+    installed: Any = module.__dict__.get("forward")
+    while is_wrapped_forward(installed) and installed.owner is not None:
+        installed = installed.args[-1]
+    return installed
+
+
+def uses_linear_forward(module: nn.Module) -> bool:
+    """Return whether ``nn.Linear``'s forward is installed on it."""
+    return getattr(forward_without_policies(module), "__func__", None) is nn.Linear.forward
+
+
+def use_linear_forward(module: nn.Linear) -> None:
+    """Install ``nn.Linear``'s forward, unless another forward is installed."""
+    region = module.__dict__.get("forward")
+    if forward_without_policies(module) is None:
+        module.forward = MethodType(nn.Linear.forward, module)  # type: ignore[method-assign]
+        if region is not None:
+            module.forward = wrap_forward(region.args[1], module, owner=region.owner)  # type: ignore[method-assign]
+
+
+def use_fp8_forward(module: nn.Module) -> None:
+    """Restore the FP8 forward of its class. No policy wraps a layer that runs in FP8."""
+    if uses_linear_forward(module):
+        module.__dict__.pop("forward", None)

@@ -24,6 +24,7 @@ __all__ = [
     "remove_forward",
 ]
 
+# Computes a layer. If it has ``attributes``, a dict, they are set on the layer while it is installed.
 Fp8Forward = Callable[[nn.Linear, Tensor], Tensor]
 
 # Attributes of a layer with an FP8 forward: the forward, and for delayed scaling its scales and its slot. They are on
@@ -57,19 +58,13 @@ class ShapeRecorder:
     def __call__(self, module: nn.Linear, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and x.numel():
             if not self.shapes:
-                self.compiled = _is_under_compile()
+                # A torch.compile wrapper is on the call stack, even if compilation is disabled for now.
+                frame: FrameType | None = sys._getframe()
+                while frame is not None and frame.f_globals.get("__name__") != "torch._dynamo.eval_frame":
+                    frame = frame.f_back
+                self.compiled = frame is not None
             self.shapes.add((x.numel() // x.shape[-1], x.dtype))
         return F.linear(x, module.weight, module.bias)
-
-
-def _is_under_compile() -> bool:
-    """Return whether a torch.compile wrapper is on the call stack, even if compilation is disabled for now."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def install_forward(
@@ -80,20 +75,14 @@ def install_forward(
     A bound method, as torch.compile only guards on its function; a partial would differ for each layer.
     """
     remove_forward(module)
-    install = getattr(how, "install", None)
-    if install is not None:
-        install(module)
-    module.__dict__.update({FORWARD: how, SLOT: slot, SCALES: scales})
+    module.__dict__.update({**getattr(how, "attributes", {}), FORWARD: how, SLOT: slot, SCALES: scales})
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def remove_forward(module: nn.Module) -> None:
     """Restore the layer's own forward."""
     if has_fp8_forward(module):
-        uninstall = getattr(module.__dict__[FORWARD], "uninstall", None)
-        if uninstall is not None:
-            uninstall(module)
-        for name in (FORWARD, SLOT, SCALES, "forward"):
+        for name in (*getattr(module.__dict__[FORWARD], "attributes", ()), FORWARD, SLOT, SCALES, "forward"):
             module.__dict__.pop(name, None)
 
 

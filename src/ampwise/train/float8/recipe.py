@@ -57,20 +57,26 @@ class Fp8:
     narrow: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_recipe(self.recipe)
-        _check_backend(self.recipe, self.backend)
-        _check_one_of("gradients", self.gradients, GRADIENTS)
-        _check_one_of("update", self.update, UPDATES)
-        _check_range("history", self.history, 1, LONGEST, "steps")
-        _check_range("margin", self.margin, 0, MOST_MARGIN, "powers of two")
-        _check_patterns("wide", self.wide)
-        _check_patterns("narrow", self.narrow)
+        _check_recipe(self.recipe, self.backend)
+        for name, possible in (("gradients", GRADIENTS), ("update", UPDATES)):
+            if getattr(self, name) not in possible:
+                raise BadInput(f"Fp8({name}={getattr(self, name)!r}): expected {' or '.join(map(repr, possible))}.")
+        for name, least, most, unit in (("history", 1, LONGEST, "steps"), ("margin", 0, MOST_MARGIN, "powers of two")):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise BadInput(f"Fp8({name}={value!r}): expected a whole number of {unit}, from {least} to {most}.")
+        for name in ("wide", "narrow"):
+            patterns = getattr(self, name)
+            if not isinstance(patterns, tuple) or not all(isinstance(each, str) and each for each in patterns):
+                raise BadInput(
+                    f'Fp8({name}={patterns!r}): expected a tuple of names or globs of modules: ("*.router",).'
+                )
         if self.gradients != GRADIENTS[0] and self.made_by not in (OURS, None):
             raise BadInput(
                 f"Fp8({self.recipe!r}, gradients={self.gradients!r}): the recipes of {self.made_by} set the format of "
                 "gradients themselves. Remove gradients=..., or use ampwise's 'current' or 'delayed'."
             )
-        _check_of_delayed(self)
+        _check_delayed(self)
 
     @property
     def made_by(self) -> str | None:
@@ -101,14 +107,11 @@ def fp8_from(asked: Any) -> Fp8:
     raise BadInput(f"Engine(fp8={asked!r}): expected the name of a recipe, {_listed()}, or ampwise.Fp8(...).")
 
 
-def _check_recipe(recipe: object) -> None:
+def _check_recipe(recipe: object, backend: object) -> None:
     if not isinstance(recipe, str):
         raise BadInput(f"Fp8({recipe!r}): expected the name of a recipe: {_listed()}.")
     if recipe not in RECIPES and recipe != MEASURED:
         raise UnknownName("FP8 recipe", recipe, (*RECIPES, MEASURED), listing=f"The recipes are {_listed()}.")
-
-
-def _check_backend(recipe: str, backend: object) -> None:
     if backend is None:
         return
     if not isinstance(backend, str) or backend not in BACKENDS:
@@ -121,7 +124,7 @@ def _check_backend(recipe: str, backend: object) -> None:
         )
 
 
-def _check_of_delayed(fp8: Fp8) -> None:
+def _check_delayed(fp8: Fp8) -> None:
     """Raise for parameters of "delayed" that the recipe would not use."""
     if fp8.recipe == DELAYED or (fp8.recipe == MEASURED and fp8.made_by in (None, *RECIPES[DELAYED])):
         return
@@ -134,21 +137,6 @@ def _check_of_delayed(fp8: Fp8) -> None:
             f"Fp8({fp8.recipe!r}{backend}, {shown}): {', '.join(OF_DELAYED[:-1])} and {OF_DELAYED[-1]} are only for "
             f"{DELAYED!r} scaling. Remove them, or use Fp8({DELAYED!r}, {shown})."
         )
-
-
-def _check_one_of(name: str, value: object, possible: tuple[str, ...]) -> None:
-    if value not in possible:
-        raise BadInput(f"Fp8({name}={value!r}): expected {' or '.join(map(repr, possible))}.")
-
-
-def _check_range(name: str, value: object, least: int, most: int, unit: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise BadInput(f"Fp8({name}={value!r}): expected a whole number of {unit}, from {least} to {most}.")
-
-
-def _check_patterns(name: str, patterns: object) -> None:
-    if not isinstance(patterns, tuple) or not all(isinstance(each, str) and each for each in patterns):
-        raise BadInput(f'Fp8({name}={patterns!r}): expected a tuple of names or globs of modules: ("*.router",).')
 
 
 def _listed() -> str:

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ampwise.errors import MissingDependency, PrecisionUnavailable
-from ampwise.train.cuda_graph_capture import capture_graph
-from ampwise.train.float8.backends import is_delayed, make_forward
-from ampwise.train.float8.kernel_check import refuse_wrong_kernels
+from ampwise.train.cuda_graphs import capture_graph
+from ampwise.train.float8.backends import is_delayed, make_forward, refuse_wrong_kernels, transformer_engine
 from ampwise.train.float8.layer_forward import SLOT, install_forward
 from ampwise.train.float8.recipe import OURS, RECIPES, TORCHAO, TRANSFORMER_ENGINE, Fp8
 from ampwise.train.float8.torchao_backend import float8_of_torchao
-from ampwise.train.float8.transformer_engine_backend import transformer_engine
 
 __all__ = [
     "GAIN",
@@ -62,6 +60,11 @@ class _Shape:
     weight_dtype: torch.dtype
     weight_trained: bool
 
+    @classmethod
+    def of(cls, module: nn.Linear, rows: int, dtype: torch.dtype) -> _Shape:
+        has_bias, weight = module.bias is not None, module.weight
+        return cls(rows, dtype, module.in_features, module.out_features, has_bias, weight.dtype, weight.requires_grad)
+
     def __str__(self) -> str:
         return f"{self.rows}×{self.inputs}→{self.outputs}"
 
@@ -88,22 +91,33 @@ def time_recipes(
     timer = timer or (time_graphs_in_turns if graphed else time_in_turns)
     found: dict[_Shape, TimedRecipe] = {}
     for module, given in shapes.items():
-        shape = _shape_of(module, *given)
+        shape = _Shape.of(module, *given)
         if shape not in found:
-            found[shape] = _one(shape, recipes, device, compiled, timer)
+            found[shape] = _time_shape(shape, recipes, device, compiled, timer)
             gc.collect()  # modules with a bound forward are cycles, which keep the weights alive
-    return {module: found[_shape_of(module, *given)] for module, given in shapes.items()}
+    return {module: found[_Shape.of(module, *given)] for module, given in shapes.items()}
 
 
 def candidate_recipes(fp8: Fp8, device: torch.device) -> list[Fp8]:
-    """Return the recipes of all available backends, or of the one that was requested."""
-    backends = [fp8.backend] if fp8.backend else [OURS, TORCHAO]
-    return [
-        fp8.by(recipe)
-        for recipe, possible in RECIPES.items()
-        for backend in backends
-        if backend in possible and _is_there(fp8, backend, recipe, device)
-    ]
+    """Return the recipes of all available backends, or of the one that was requested; raise if that is missing."""
+    found = []
+    for recipe, possible in RECIPES.items():
+        for backend in [fp8.backend] if fp8.backend else [OURS, TORCHAO]:
+            if backend not in possible:
+                continue
+            try:
+                if backend == TORCHAO:
+                    float8_of_torchao(recipe)
+                elif backend == TRANSFORMER_ENGINE:
+                    transformer_engine(recipe)
+                else:
+                    refuse_wrong_kernels(fp8.by(recipe), device)
+            except (MissingDependency, PrecisionUnavailable):
+                if fp8.backend is not None:
+                    raise
+            else:
+                found.append(fp8.by(recipe))
+    return found
 
 
 def fastest_recipe(times: Mapping[str, list[float]], shape: str) -> TimedRecipe:
@@ -143,30 +157,35 @@ def time_in_turns(works: Mapping[str, Work], device: torch.device) -> dict[str, 
 
 def time_graphs_in_turns(works: Mapping[str, Work], device: torch.device) -> dict[str, list[float]]:
     """Return the seconds per replay of CUDA graphs of these functions, without those that cannot be captured."""
+    replays: dict[str, Work] = {}
     with torch.cuda.device(device):
-        captured = {name: _captured(work) for name, work in works.items()}
-        return time_in_turns({name: replay for name, replay in captured.items() if replay is not None}, device)
+        for name, work in works.items():
+            for _ in range(WARM_UP):
+                work()
+            gc.collect()  # a garbage cycle may hold backward nodes of another stream, which would break the capture
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with capture_graph(graph):
+                    work()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:
+                continue
+            replays[name] = graph.replay
+        return time_in_turns(replays, device)
 
 
-def _captured(work: Work) -> Work | None:
-    for _ in range(WARM_UP):
-        work()
-    gc.collect()  # a garbage cycle may hold backward nodes of another stream, which would break the capture
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with capture_graph(graph):
-            work()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
-        return None
-    return graph.replay
-
-
-def _one(shape: _Shape, recipes: list[Fp8], device: torch.device, compiled: bool, timer: Timer) -> TimedRecipe:
+def _time_shape(shape: _Shape, recipes: list[Fp8], device: torch.device, compiled: bool, timer: Timer) -> TimedRecipe:
+    failed: dict[str, str] = {}  # a recipe that fails must not end the training
     try:
         works = dict(_works(shape, recipes, device, compiled))
-        failed = {name: error for name, work in works.items() if (error := _failure(work))}
+        for name, work in works.items():
+            try:
+                work()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                failed[name] = (str(error).strip() or type(error).__name__).partition("\n")[0]
         if "bf16" in failed:
             return TimedRecipe(recipe=None, why=f"could not be measured, {shape}: {failed['bf16']}")
         times = timer({name: each for name, each in works.items() if name not in failed}, device)
@@ -177,17 +196,6 @@ def _one(shape: _Shape, recipes: list[Fp8], device: torch.device, compiled: bool
         return TimedRecipe(recipe=None, why=f"no memory left to measure {shape}")
 
 
-def _failure(work: Work) -> str:
-    """Return the first line of the error if it cannot run. A recipe that fails must not end the training."""
-    try:
-        work()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        return (str(error).strip() or type(error).__name__).partition("\n")[0]
-    return ""
-
-
 def _works(shape: _Shape, recipes: list[Fp8], device: torch.device, compiled: bool) -> Iterator[tuple[str, Work]]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         numbers = [torch.randn(shape.rows, shape.inputs, device=device) for _ in range(shape.together)]
@@ -196,17 +204,14 @@ def _works(shape: _Shape, recipes: list[Fp8], device: torch.device, compiled: bo
         wide = [_linear(shape, device) for _ in inputs]
     yield "bf16", _work(wide, inputs, gradient, compiled)
     for fp8 in recipes:
-        yield fp8.recipe, _work([_narrow(each, shape, fp8) for each in wide], inputs, gradient, compiled)
-
-
-def _narrow(wide: nn.Linear, shape: _Shape, fp8: Fp8) -> nn.Linear:
-    """Return an FP8 layer with the same weights."""
-    module = _linear(shape, torch.device("meta"))  # draws no random numbers
-    module.weight, module.bias = wide.weight, wide.bias
-    device = wide.weight.device
-    slot_and_scales = (torch.zeros(3, 2, device=device, requires_grad=True), torch.ones(3, device=device))
-    install_forward(module, make_forward(module, fp8), *(slot_and_scales if is_delayed(fp8) else ()))
-    return module
+        narrow = []
+        for layer in wide:
+            module = _linear(shape, torch.device("meta"))  # draws no random numbers
+            module.weight, module.bias = layer.weight, layer.bias
+            slot_and_scales = (torch.zeros(3, 2, device=device, requires_grad=True), torch.ones(3, device=device))
+            install_forward(module, make_forward(module, fp8), *(slot_and_scales if is_delayed(fp8) else ()))
+            narrow.append(module)
+        yield fp8.recipe, _work(narrow, inputs, gradient, compiled)
 
 
 def _work(modules: Sequence[nn.Linear], inputs: Sequence[Tensor], gradient: Tensor, compiled: bool) -> Work:
@@ -233,29 +238,6 @@ def _linear(shape: _Shape, device: torch.device) -> nn.Linear:
     layer = nn.Linear(shape.inputs, shape.outputs, bias=shape.bias, device=device, dtype=shape.weight_dtype)
     layer.weight.requires_grad_(shape.weight_trained)
     return layer
-
-
-def _shape_of(module: nn.Linear, rows: int, dtype: torch.dtype) -> _Shape:
-    return _Shape(
-        rows, dtype, module.in_features, module.out_features, module.bias is not None, module.weight.dtype,
-        module.weight.requires_grad,
-    )  # fmt: skip
-
-
-def _is_there(fp8: Fp8, backend: str, recipe: str, device: torch.device) -> bool:
-    needed = fp8.backend is not None
-    try:
-        if backend == TORCHAO:
-            float8_of_torchao(recipe)
-        elif backend == TRANSFORMER_ENGINE:
-            transformer_engine(recipe)
-        else:
-            refuse_wrong_kernels(fp8.by(recipe), device)
-    except (MissingDependency, PrecisionUnavailable):
-        if needed:
-            raise
-        return False
-    return True
 
 
 def _wait(device: torch.device) -> None:

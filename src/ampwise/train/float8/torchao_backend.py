@@ -36,15 +36,7 @@ class TorchaoForward:
         # A torchao layer, for its forward and settings; the parameters are the module's, which FSDP may replace.
         made: Any = float8.convert_to_float8_training(nn.Linear(16, 16, device="meta"), config=config)
         self._forward = type(made).forward
-        self._settings = {name: getattr(made, name) for name in SETTINGS}
-
-    def install(self, module: nn.Linear) -> None:
-        """Set the attributes that torchao's forward reads from a layer."""
-        module.__dict__.update(self._settings)
-
-    def uninstall(self, module: nn.Linear) -> None:
-        for name in SETTINGS:
-            module.__dict__.pop(name, None)
+        self.attributes = {name: getattr(made, name) for name in SETTINGS}  # which its forward reads from a layer
 
     def __call__(self, module: nn.Linear, x: Tensor) -> Tensor:
         if not x.numel():
@@ -83,8 +75,9 @@ def float8_of_torchao(recipe: str) -> Any:
         found = importlib.metadata.version(TORCHAO)
         float8 = importlib.import_module(f"{TORCHAO}.float8")
     except (ImportError, importlib.metadata.PackageNotFoundError) as error:
+        reason = str(error).strip().partition("\n")[0]
         raise MissingDependency(
-            f"{asked} needs torchao, which is not installed or does not load ({_line(error)}). "
+            f"{asked} needs torchao, which is not installed or does not load ({reason}). "
             f"Install it: {GET_IT}; or use {others}, which need no package."
         ) from error
     numbers = tuple(int(number) for number in re.findall(r"\d+", found)[:2])
@@ -101,7 +94,3 @@ def _config(float8: Any, recipe: str, **changes: Any) -> Any:
     config = float8.Float8LinearConfig.from_recipe_name(NAMES[recipe])
     changes = {key: value for key, value in changes.items() if value}
     return replace(config, **changes) if changes else config
-
-
-def _line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

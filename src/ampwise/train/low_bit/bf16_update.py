@@ -7,7 +7,7 @@ parameters themselves are written in place, so that references to them (DDP, CUD
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from types import MethodType
@@ -19,14 +19,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ampwise.errors import BadInput
-from ampwise.train.low_bit.flat_tensors import FlatLayout, FlatTensors, flat_layout, local_tensor
 from ampwise.train.low_bit.pure_bf16 import PURE, PureBf16
 from ampwise.train.low_bit.rounding import RoundingNoise, join_bf16_, split_bf16_, stochastic_round_
 
-__all__ = ["CHUNK", "Bf16Update", "is_elementwise"]
+__all__ = ["CHUNK", "Bf16Update", "is_elementwise", "is_per_element_state", "local_tensor"]
 
 CHUNK = 2**24  # elements in FP32 at a time (at least one parameter): 64 MiB each for weights, gradients and noise
-StepFunction = Callable[..., Any]
+ALIGNMENT = 64  # elements: every tensor in a block of memory starts aligned for vector loads
 
 
 class GroupedParameter(NamedTuple):
@@ -34,6 +33,10 @@ class GroupedParameter(NamedTuple):
 
     parameter: Parameter
     group: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameter.device
 
 
 class Bf16Update:
@@ -65,142 +68,174 @@ class Bf16Update:
         """Replace the optimizer's own step, between its hooks."""
         if any(given is not None for given in (*args, *kwargs.values())):
             raise BadInput(f"{PURE}: step() takes no closure. Compute the gradients before it.")
-        step, groups = _without_hooks(optimizer), optimizer.param_groups
+        step: Any = type(optimizer).step
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__  # hooks run once, around all chunks
+        groups = optimizer.param_groups
         before = [group["params"] for group in groups]
         optimizer._opt_called = True  # schedulers check this
         try:
-            for chunk in self._chunks(optimizer):
-                _hand(chunk.stand_ins, optimizer, groups)
-                with chunk:
+            wide, chunks = self._chunks(optimizer)
+            for chunk in chunks:
+                parts = [
+                    _DevicePart(self, optimizer, list(some)) for _, some in groupby(chunk, key=lambda each: each.device)
+                ]
+                held = [*wide, *(each for part in parts for each in part.stand_ins)]
+                wide = []
+                for place, group in enumerate(groups):
+                    group["params"] = [each.parameter for each in held if each.group == place]
+                optimizer.param_groups = [group for group in groups if group["params"]]
+                try:
                     step(optimizer)
+                finally:
+                    for part in parts:
+                        part.give_back()
+                for part in parts:
+                    part.round()
         finally:
             optimizer.param_groups = groups
             for group, parameters in zip(groups, before, strict=True):
                 group["params"] = parameters
 
-    def _chunks(self, optimizer: Any) -> Iterator[_Chunk]:
+    def _chunks(self, optimizer: Any) -> tuple[list[GroupedParameter], list[list[GroupedParameter]]]:
+        """Return the parameters that are not BF16, and at least one chunk of those that are, possibly empty.
+
+        A chunk has at most CHUNK elements or one parameter, on one device. Other optimizers than torch's may use
+        several parameters together, or count their calls: they get all in one chunk.
+        """
         held = [
             GroupedParameter(parameter, place)
             for place, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        wide, narrow = _by_width(held)
-        _refuse_sparse(narrow)
-        # Other optimizers than torch's may use several parameters together, or count their calls.
-        at_a_time = CHUNK if self.pure.elementwise or is_elementwise(optimizer) else None
-        for some in _cut(narrow, at_a_time) or [[]]:
-            yield _Chunk(self, optimizer, some, wide)
-            wide = []
+        wide = [each for each in held if each.parameter.dtype != torch.bfloat16]
+        narrow = [each for each in held if each.parameter.dtype == torch.bfloat16]
+        narrow.sort(key=lambda each: str(each.device))
+        divides = self.pure.elementwise or is_elementwise(optimizer)
+        chunks: list[list[GroupedParameter]] = [[]]
+        taken = 0
+        for each in narrow:
+            if each.parameter.grad is not None and each.parameter.grad.layout != torch.strided:
+                raise BadInput(
+                    f"{PURE}: a parameter of shape {tuple(each.parameter.shape)} has a sparse gradient. Create its "
+                    "embedding with sparse=False, or keep it in FP32: Policy('bf16-pure').keep('fp32', name)."
+                )
+            size = local_tensor(each.parameter).numel()
+            last = chunks[-1]
+            if divides and last and (taken + size > CHUNK or each.device != last[-1].device):
+                chunks.append([])
+                taken = 0
+            chunks[-1].append(each)
+            taken += size
+        return wide, chunks
 
 
-class _Chunk:
-    """BF16 parameters with FP32 stand-ins, and parameters that are not BF16. The step runs inside this context."""
-
-    def __init__(
-        self, update: Bf16Update, optimizer: Any, narrow: Sequence[GroupedParameter], others: Sequence[GroupedParameter]
-    ) -> None:
-        self._parts = [_Part(update, optimizer, list(some)) for _, some in groupby(narrow, key=_device)]
-        self.stand_ins = [*others, *(each for part in self._parts for each in part.stand_ins)]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        for part in self._parts:
-            part.give_back()
-            if kind is None:
-                part.round()
-
-
-class _Part:
-    """The BF16 parameters of a chunk that are on one device."""
+class _DevicePart:
+    """The BF16 parameters of a chunk that are on one device, with FP32 stand-ins."""
 
     def __init__(self, update: Bf16Update, optimizer: Any, held: Sequence[GroupedParameter]) -> None:
         self._update, self._optimizer = update, optimizer
         self._parameters = [each.parameter for each in held]
-        self._layout = flat_layout([local_tensor(each) for each in self._parameters])
-        self._weights = FlatTensors(self._layout).read(self._parameters)
+        self._layout = _FlatLayout([local_tensor(each) for each in self._parameters])
+        self._weights = _FlatTensors(self._layout).read(self._parameters)
         if update.pure.kahan:
-            self._add_rests()
-        gradients = FlatTensors(self._layout).read([each.grad for each in self._parameters if each.grad is not None])
+            for each in self._parameters:
+                if each not in update.rests:
+                    update.rests[each] = torch.zeros_like(local_tensor(each), dtype=torch.int16)
+            rests = _FlatTensors(self._layout, torch.int16).read([update.rests[each] for each in self._parameters])
+            join_bf16_(self._weights.flat, rests.flat)
+        gradients = _FlatTensors(self._layout).read([each.grad for each in self._parameters if each.grad is not None])
         self.stand_ins = []
-        for each, weight, gradient in zip(held, self._weights.parts, gradients.parts, strict=True):
-            self.stand_ins.append(GroupedParameter(_stand_in(each.parameter, weight, gradient), each.group))
-        self._kept = _States(optimizer, self._layout)
-        for parameter, stand_in in self._pairs():
-            self._kept.widen(parameter, stand_in)
+        self._narrow_state: dict[tuple[Parameter, str], Tensor] = {}  # BF16 tensors, to be written to again
+        for (parameter, group), weight, gradient in zip(held, self._weights.parts, gradients.parts, strict=True):
+            made = Parameter(_like(parameter, weight), requires_grad=parameter.requires_grad)
+            made.__dict__.update(parameter.__dict__)  # attributes that optimizers may read
+            made.grad = _like(parameter.grad, gradient)
+            self.stand_ins.append(GroupedParameter(made, group))
+            if parameter in optimizer.state:
+                state = optimizer.state[made] = optimizer.state.pop(parameter)
+                for key, value in state.items():
+                    if is_per_element_state(value, parameter) and value.dtype == torch.bfloat16:
+                        self._narrow_state[parameter, key] = value
+                        state[key] = value.float()
 
     def give_back(self) -> None:
         """Move the optimizer's state back from the stand-ins to the parameters."""
-        for parameter, stand_in in self._pairs():
-            self._kept.give_back(parameter, stand_in)
+        state = self._optimizer.state
+        for parameter, (stand_in, _) in zip(self._parameters, self.stand_ins, strict=True):
+            if stand_in in state:
+                state[parameter] = state.pop(stand_in)
             stand_in.grad = None  # to reuse its memory
 
     def round(self) -> None:
         """Round the results into the parameters."""
+        weights, noise = self._weights, self._update.noise
         if not is_elementwise(self._optimizer):
-            for (_, stand_in), weight in zip(self._pairs(), self._weights.parts, strict=True):
+            for (stand_in, _), weight in zip(self.stand_ins, weights.parts, strict=True):
                 result = local_tensor(stand_in)
                 if result.untyped_storage()._cdata != weight.untyped_storage()._cdata:
                     weight.copy_(result)  # the optimizer wrote it to other memory
         if self._update.pure.kahan:
-            self._keep_rests()
+            split = _FlatTensors(self._layout, torch.int16)
+            split.flat.copy_(split_bf16_(weights.flat))
+            split.write([self._update.rests[each] for each in self._parameters])
         else:
-            stochastic_round_(self._weights.flat, self._update.noise.like(self._weights.flat))
-        self._weights.write(self._parameters)
+            stochastic_round_(weights.flat, noise.like(weights.flat))
+        weights.write(self._parameters)
         if self._update.pure.bf16_states:
-            self._kept.narrow(self._parameters, self._update.noise)
+            self._round_state(noise)
 
-    def _pairs(self) -> Iterator[tuple[Parameter, Parameter]]:
-        return ((one, other.parameter) for one, other in zip(self._parameters, self.stand_ins, strict=True))
-
-    def _add_rests(self) -> None:
-        rests = self._update.rests
-        for parameter in self._parameters:
-            if parameter not in rests:
-                rests[parameter] = torch.zeros_like(local_tensor(parameter), dtype=torch.int16)
-        gathered = FlatTensors(self._layout, torch.int16).read([rests[each] for each in self._parameters])
-        join_bf16_(self._weights.flat, gathered.flat)
-
-    def _keep_rests(self) -> None:
-        split = FlatTensors(self._layout, torch.int16)
-        split.flat.copy_(split_bf16_(self._weights.flat))
-        split.write([self._update.rests[each] for each in self._parameters])
-
-
-class _States:
-    """Optimizer state of parameters, moved to their stand-ins and back."""
-
-    def __init__(self, optimizer: Any, layout: FlatLayout) -> None:
-        self._state, self._layout = optimizer.state, layout
-        self._narrow: dict[tuple[Parameter, str], Tensor] = {}  # BF16 tensors, to be written to again
-
-    def widen(self, parameter: Parameter, stand_in: Parameter) -> None:
-        if parameter not in self._state:
-            return
-        state = self._state[stand_in] = self._state.pop(parameter)
-        for key, value in state.items():
-            if is_per_element_state(value, parameter) and value.dtype == torch.bfloat16:
-                self._narrow[parameter, key] = value
-                state[key] = value.float()
-
-    def give_back(self, parameter: Parameter, stand_in: Parameter) -> None:
-        if stand_in in self._state:
-            self._state[parameter] = self._state.pop(stand_in)
-
-    def narrow(self, parameters: Sequence[Parameter], noise: RoundingNoise) -> None:
+    def _round_state(self, noise: RoundingNoise) -> None:
         """Round the state stochastically to BF16: rounding to nearest would lose moments that change by 0.1% a step."""
-        for key in sorted({key for each in parameters for key in self._state.get(each, ())}):
-            found = [self._state.get(each, {}).get(key) for each in parameters]
+        states, parameters = self._optimizer.state, self._parameters
+        for key in sorted({key for each in parameters for key in states.get(each, ())}):
+            found = [states.get(each, {}).get(key) for each in parameters]
             if not all(is_per_element_state(value, each) for value, each in zip(found, parameters, strict=True)):
                 continue
-            wide = FlatTensors(self._layout).read(found)
+            wide = _FlatTensors(self._layout).read(found)
             stochastic_round_(wide.flat, noise.like(wide.flat))
             for parameter, value in zip(parameters, found, strict=True):
-                narrow = self._narrow.get((parameter, key))
-                self._state[parameter][key] = value.to(torch.bfloat16) if narrow is None else narrow
-            wide.write([self._state[parameter][key] for parameter in parameters])
+                narrow = self._narrow_state.get((parameter, key))
+                states[parameter][key] = value.to(torch.bfloat16) if narrow is None else narrow
+            wide.write([states[parameter][key] for parameter in parameters])
+
+
+class _FlatLayout:
+    """Shapes, strides and offsets of tensors in one block of memory on their device."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.places: list[tuple[torch.Size, tuple[int, ...], int]] = []
+        self.total = 0  # elements
+        self.device = tensors[0].device
+        for tensor in tensors:
+            # Of a dense tensor like this: optimizer kernels need weights and state in the same layout.
+            strides = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+            self.places.append((tensor.shape, strides, self.total))
+            self.total += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
+
+
+class _FlatTensors:
+    """Several tensors in one block of memory, so that rounding all of them takes only a few launches."""
+
+    def __init__(self, layout: _FlatLayout, dtype: torch.dtype = torch.float32) -> None:
+        self.flat = torch.empty(layout.total, dtype=dtype, device=layout.device)
+        self.parts = [self.flat.as_strided(*place) for place in layout.places]
+
+    def read(self, tensors: Sequence[Tensor]) -> _FlatTensors:
+        """Copy from tensors of any type."""
+        torch._foreach_copy_(self.parts, [local_tensor(tensor) for tensor in tensors])
+        return self
+
+    def write(self, tensors: Sequence[Tensor]) -> None:
+        """Copy to tensors of any type."""
+        torch._foreach_copy_([local_tensor(tensor) for tensor in tensors], self.parts)
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """Return the local part of a tensor."""
+    held: Tensor = tensor.detach()
+    return held.to_local() if hasattr(held, "to_local") else held
 
 
 def is_per_element_state(value: Any, parameter: Tensor) -> bool:
@@ -219,13 +254,6 @@ def is_elementwise(optimizer: Any) -> bool:
     return type(optimizer).__module__.startswith(("torch.optim.", "torchao.optim."))
 
 
-def _stand_in(parameter: Any, weight: Tensor, gradient: Tensor) -> Parameter:
-    made = Parameter(_like(parameter, weight), requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)  # attributes that optimizers may read
-    made.grad = _like(parameter.grad, gradient)
-    return made
-
-
 def _like(whole: Any, part: Tensor) -> Tensor:
     """Wrap a local tensor as a DTensor if ``whole`` is one."""
     if not hasattr(whole, "placements"):
@@ -235,51 +263,3 @@ def _like(whole: Any, part: Tensor) -> Tensor:
     return DTensor.from_local(
         part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
-
-
-def _hand(held: Sequence[GroupedParameter], optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Give the optimizer only these parameters, without empty groups."""
-    for place, group in enumerate(groups):
-        group["params"] = [each.parameter for each in held if each.group == place]
-    optimizer.param_groups = [group for group in groups if group["params"]]
-
-
-def _without_hooks(optimizer: Any) -> StepFunction:
-    """Return the step of its class without hooks, which run once, around all chunks."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
-
-
-def _by_width(held: Sequence[GroupedParameter]) -> tuple[list[GroupedParameter], list[GroupedParameter]]:
-    """Return the parameters that are not BF16, and those that are, sorted by device."""
-    narrow = [each for each in held if each.parameter.dtype == torch.bfloat16]
-    wide = [each for each in held if each.parameter.dtype != torch.bfloat16]
-    return wide, sorted(narrow, key=lambda each: str(each.parameter.device))
-
-
-def _cut(held: Sequence[GroupedParameter], at_a_time: int | None) -> list[list[GroupedParameter]]:
-    """Split parameters, in order, into chunks of at most this many elements or one parameter; None: one chunk."""
-    if at_a_time is None or not held:
-        return [[*held]] if held else []
-    chunks, taken = [[held[0]]], local_tensor(held[0].parameter).numel()
-    for each in held[1:]:
-        size = local_tensor(each.parameter).numel()
-        if taken + size > at_a_time or _device(each) != _device(chunks[-1][-1]):
-            chunks.append([])
-            taken = 0
-        chunks[-1].append(each)
-        taken += size
-    return chunks
-
-
-def _device(held: GroupedParameter) -> torch.device:
-    return held.parameter.device
-
-
-def _refuse_sparse(held: Sequence[GroupedParameter]) -> None:
-    for each in held:
-        if each.parameter.grad is not None and each.parameter.grad.layout != torch.strided:
-            raise BadInput(
-                f"{PURE}: a parameter of shape {tuple(each.parameter.shape)} has a sparse gradient. Create its "
-                "embedding with sparse=False, or keep it in FP32: Policy('bf16-pure').keep('fp32', name)."
-            )

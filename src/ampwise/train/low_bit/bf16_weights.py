@@ -14,15 +14,7 @@ from ampwise.errors import BadInput
 from ampwise.train.low_bit.pure_bf16 import PURE
 from ampwise.train.low_bit.rounding import join_bf16_, split_bf16_
 
-__all__ = [
-    "bf16_buffers",
-    "bf16_parameters",
-    "buffers_to_fp32_",
-    "find_wrapper",
-    "parameters_to_convert",
-    "to_bf16_",
-    "to_fp32_",
-]
+__all__ = ["bf16_parameters", "find_wrapper", "parameters_to_convert", "to_bf16_", "to_fp32_"]
 
 # Their kernels take 16-bit activations with FP32 weights; with BF16 weights some accept nothing else. They have too few
 # weights to save memory.
@@ -78,17 +70,6 @@ def to_fp32_(parameters: Sequence[Parameter], rests: Mapping[Parameter, Tensor])
         _change(parameter, join_bf16_(wide, rests[parameter]) if parameter in rests else wide)
 
 
-def bf16_buffers(models: Sequence[Module]) -> list[Tensor]:
-    """Return the BF16 buffers."""
-    return [each for model in models for each in model.buffers() if each.dtype == torch.bfloat16]
-
-
-def buffers_to_fp32_(buffers: Iterable[Tensor]) -> None:
-    """Convert buffers to FP32. They stay the same objects."""
-    for buffer in buffers:
-        buffer.data = buffer.detach().to(torch.float32)
-
-
 def _change(parameter: Parameter, data: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     parameter.data = data
@@ -106,11 +87,8 @@ def _parameters(models: Sequence[Module]) -> list[Parameter]:
 
 def find_wrapper(models: Sequence[Module], parameters: Iterable[Parameter]) -> str | None:
     """Return the name of a wrapper (DDP, FSDP) that relies on the parameters' dtype; None without one."""
-    wrapper = next((type(each).__name__ for each in _within(models) if _wraps(each)), None)
-    if wrapper is None and any(hasattr(parameter, "placements") for parameter in parameters):
-        wrapper = "fully_shard"
-    return wrapper
-
-
-def _wraps(module: Module) -> bool:
-    return isinstance(module, DistributedDataParallel) or type(module).__name__ == "FullyShardedDataParallel"
+    for module in _within(models):
+        name = type(module).__name__
+        if isinstance(module, DistributedDataParallel) or name == "FullyShardedDataParallel":
+            return name
+    return "fully_shard" if any(hasattr(parameter, "placements") for parameter in parameters) else None

@@ -1,11 +1,14 @@
-"""Optimizers by name: torch's, and torchao's with 8 or 4 bits of state."""
+"""Optimizers by name: torch's, and torchao's with 8 or 4 bits of state; and which of them keep small updates."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -14,7 +17,15 @@ from torch.optim import Optimizer
 
 from ampwise.errors import BadInput, MissingDependency, UnknownName
 
-__all__ = ["OPTIMIZER_NAMES", "make_optimizer"]
+__all__ = [
+    "OPTIMIZER_NAMES",
+    "PROTECTED_OPTIMIZERS",
+    "QUANTIZED_OPTIMIZERS",
+    "QuantizedMoments",
+    "has_stochastic_rounding",
+    "keeps_small_updates",
+    "make_optimizer",
+]
 
 TORCH_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adafactor": "Adafactor"}
 TORCHAO_OPTIMIZERS = {
@@ -27,6 +38,12 @@ TORCHAO_OPTIMIZERS = {
 }
 OPTIMIZER_NAMES = (*TORCH_OPTIMIZERS, *TORCHAO_OPTIMIZERS)
 GET_TORCHAO = "pip install 'ampwise[fp8]'"
+
+# Moments of smaller tensors, or of those that are not a multiple of a block, are not quantized by torchao.
+MIN_QUANTIZED_ELEMENTS = 4096
+FP32_BYTES = 4  # of a scale, and of an entry of a lookup table
+
+PROTECTED_OPTIMIZERS: WeakSet[Any] = WeakSet()  # optimizers whose updates ampwise rounds itself ("bf16-pure")
 
 
 def make_optimizer(name: str, parameters: Module | Iterable[Any], **options: Any) -> Optimizer:
@@ -45,8 +62,11 @@ def make_optimizer(name: str, parameters: Module | Iterable[Any], **options: Any
     trained = list(parameters.parameters() if isinstance(parameters, Module) else parameters)
     if not trained:
         raise BadInput(f"make_optimizer({name!r}): expected at least one parameter.")
-    if "fused" in inspect.signature(kind).parameters and _all_on_cuda(trained):
-        options = {"fused": True, **options}
+    if "fused" in inspect.signature(kind).parameters:
+        every = [each for entry in trained for each in (entry["params"] if isinstance(entry, dict) else [entry])]
+        every = [each[1] if isinstance(each, tuple) else each for each in every]  # with names
+        if all(isinstance(each, Tensor) and each.is_cuda for each in every):
+            options = {"fused": True, **options}
     try:
         made: Optimizer = kind(trained, **options)
     except TypeError as error:
@@ -75,15 +95,59 @@ def _kind(name: Any) -> Any:
 
 
 def _version() -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return f"torchao {version('torchao')}"
     except PackageNotFoundError:
         return None
 
 
-def _all_on_cuda(trained: Iterable[Any]) -> bool:
-    every = [each for entry in trained for each in (entry["params"] if isinstance(entry, dict) else [entry])]
-    every = [each[1] if isinstance(each, tuple) else each for each in every]  # with names
-    return all(isinstance(each, Tensor) and each.is_cuda for each in every)
+def has_stochastic_rounding(optimizer: Any) -> bool:
+    """Return whether it has stochastic rounding of its own for BF16 weights, as torchao's optimizers have."""
+    return hasattr(optimizer, "bf16_stochastic_round")
+
+
+def keeps_small_updates(optimizer: Any) -> bool:
+    """Return whether an update of less than half a BF16 step has an effect, at once or on average."""
+    # By identity: an optimizer may define __eq__.
+    return any(each is optimizer for each in PROTECTED_OPTIMIZERS) or bool(
+        getattr(optimizer, "bf16_stochastic_round", False)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedMoments:
+    """How torchao quantizes an optimizer's two moments, according to its source.
+
+    >>> QUANTIZED_OPTIMIZERS["adamw8bit"].moment_bytes(2**20, 4) / 2**20
+    1.0166015625
+    """
+
+    bits: int
+    block: int  # elements that share a scale
+    table: int  # entries of the lookup table per tensor; 0 if codes are floating-point numbers
+
+    def codes(self, elements: int) -> bool:
+        """Return whether the moments of a tensor with this many elements are quantized."""
+        return elements >= MIN_QUANTIZED_ELEMENTS and elements % self.block == 0
+
+    def moment_bytes(self, elements: int, weight_bytes: int) -> int:
+        """Return the bytes of one moment of a tensor with ``weight_bytes`` per element."""
+        if not self.codes(elements):
+            return elements * weight_bytes
+        codes = elements * self.bits // 8
+        return codes + (elements // self.block + self.table) * FP32_BYTES
+
+    @property
+    def text(self) -> str:
+        """Description in words."""
+        return (
+            f"two moments of {self.bits} bits, and a scale for every {self.block} of them; in the weights' dtype for "
+            f"tensors of fewer than {MIN_QUANTIZED_ELEMENTS} elements, or not a multiple of {self.block}"
+        )
+
+
+QUANTIZED_OPTIMIZERS = {
+    "adamw8bit": QuantizedMoments(bits=8, block=256, table=256),
+    "adamw4bit": QuantizedMoments(bits=4, block=128, table=16),
+    "adamwfp8": QuantizedMoments(bits=8, block=256, table=0),
+}

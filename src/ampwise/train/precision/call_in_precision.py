@@ -6,10 +6,11 @@ inputs are cast too, so that "in FP32" means FP32 from the first operation on.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,12 @@ __all__ = [
     "cast_inputs",
     "checked_precision",
     "is_wrapped_forward",
+    "keep",
     "wrap_forward",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # What autocast casts to, or None for no autocast. TF32 is a setting of the process, not of a region.
 REGIONS = {name: precision.dtype for name, precision in PRECISIONS.items() if not precision.tf32}
@@ -94,7 +99,7 @@ def call_in_precision(
     if REGIONS[name] is None:  # the function may compute on other devices than its inputs'
         device_types = tuple(kind for kind in DEVICE_TYPES if torch.is_autocast_enabled(kind))
     else:
-        device_types = tuple(kind for kind in _device_types(args, kwargs) or _home(module) if kind in DEVICE_TYPES)
+        device_types = tuple(kind for kind in _device_types(args, kwargs, module) if kind in DEVICE_TYPES)
     return _nested(
         name,
         device_types,
@@ -113,13 +118,18 @@ def _nested(
         return _nested(name, device_types[1:], function, args, kwargs)
 
 
-def _device_types(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+def _device_types(args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None) -> tuple[str, ...]:
+    """Return the device types of the inputs; if no input is a tensor, of the module."""
     found: dict[str, None] = {}  # as a set, in order
     for value in chain(args, kwargs.values()):
         for leaf in (value,) if isinstance(value, Tensor) else tree_flatten(value)[0]:
             if isinstance(leaf, Tensor):
                 found[leaf.device.type] = None
-    return tuple(found)
+    if found:
+        return tuple(found)
+    for parameter in () if module is None else module.parameters():
+        return (parameter.device.type,)
+    return ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
 
 
 def wrap_forward(name: str, module: nn.Module, owner: object = None) -> partial[Any]:
@@ -143,11 +153,57 @@ def _forward(module: nn.Module, name: str, earlier: Callable[..., Any] | None, /
     return call_in_precision(name, function, args, kwargs, module)
 
 
-def _home(module: nn.Module | None) -> tuple[str, ...]:
-    """Return the device types to use if no input is a tensor."""
-    for parameter in () if module is None else module.parameters():
-        return (parameter.device.type,)
-    return ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+def keep(precision: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function to run in ``"fp32"``, ``"fp16"`` or ``"bf16"``, whatever autocast is set to.
+
+    >>> import torch, ampwise
+    >>> @ampwise.keep("fp32")
+    ... def entropy(logits):
+    ...     return torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)
+    >>> entropy(torch.zeros(4, dtype=torch.bfloat16)).dtype
+    torch.float32
+
+    For FP32, narrower tensors among the arguments, nested ones too, are cast to FP32, and autocast is off inside.
+    ``torch.autocast(enabled=False)`` alone casts nothing, so 16-bit inputs would be computed in 16 bits. For a 16-bit
+    dtype, autocast is on inside with that dtype. Gradients have the dtype of the arguments. Works on methods too, and
+    torch.compile can trace it. For modules, see ``ampwise.Policy``.
+    """
+    if callable(precision):
+        raise BadInput('keep() needs a precision: write @ampwise.keep("fp32").')
+    name = checked_precision(f"keep({precision!r})", precision)
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        _refuse_unless_function(f"keep({name!r})", function)
+
+        @wraps(function)
+        def kept(*args: P.args, **kwargs: P.kwargs) -> R:
+            result: R = call_in_precision(name, function, args, kwargs)
+            return result
+
+        return kept
+
+    return decorate
+
+
+def _refuse_unless_function(asked: str, function: Any) -> None:
+    """Raise for a class or module, and for a function that runs after its call has returned."""
+    shown = getattr(function, "__qualname__", None) or type(function).__name__
+    if isinstance(function, (type, nn.Module)):
+        raise BadInput(
+            f"{asked} of {shown}: expected a function, not a class or module. Keep a module by its name: "
+            "ampwise.Policy(...).keep(precision, name), or put @ampwise.keep on its forward."
+        )
+    if isinstance(function, (staticmethod, classmethod)):
+        kind = type(function).__name__
+        raise BadInput(f"{asked} of {shown}: put @ampwise.keep below @{kind}, next to the function.")
+    if not callable(function):
+        raise BadInput(f"{asked} of {shown}: expected a function.")
+    later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(runs_later(function) for runs_later in later):
+        raise BadInput(
+            f"{asked} of {shown}: a coroutine or generator runs after its call has returned, outside the precision. "
+            "Keep the functions that it calls instead."
+        )
 
 
 def _listed() -> str:

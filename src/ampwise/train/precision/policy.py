@@ -135,7 +135,31 @@ class Policy:
 
     def describe(self, model: nn.Module) -> str:
         """Return a table of what runs in which precision and why: modules with parameters, and those with a rule."""
-        return policy_table(self.base, *self._lines(model))
+        decided, named = self._decided(model), named_modules(model)
+        by_layer = self._by_layer(model)
+        lines: list[ModuleLine] = []
+        running: dict[str, dict[nn.Parameter, int]] = {}  # shared parameters count once in each precision
+        shown: set[nn.Module] = set()
+        for name, module in named.items():
+            own = {each: 0 if is_lazy(each) else each.numel() for each in module.parameters(recurse=False)}
+            if module in shown or not (own or module in decided):
+                continue
+            above = next((part for part in name_and_parents(name) if named.get(part) in decided), None)
+            rule = KeepRule("", self.base) if above is None else decided[named[above]]
+            precision, why = by_layer.get(module, (self.base, "base")) if above is None else (rule.precision, "")
+            line = ModuleLine(
+                path=tuple(name.split(".")) if name else (),
+                kind=type(module).__name__,
+                parameters=sum(own.values()),
+                precision=precision,
+                why=f"kept by {rule.pattern!r}" if rule.pattern else why,
+                inside=0 if above in (None, name) else above.count(".") + 1,
+            )
+            lines.append(line)
+            shown.add(module)
+            running.setdefault(line.precision, {}).update(own)
+        counts = Counter({precision: sum(counts.values()) for precision, counts in running.items()})
+        return policy_table(self.base, counts, lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for a checkpoint, which ``from_dict`` reads."""
@@ -171,7 +195,13 @@ class Policy:
         for rule in self.rules:
             found = [module for name, module in named.items() if name and fnmatchcase(name, rule.pattern)]
             if not found:
-                raise _no_match(rule.pattern, named)
+                endings = dict.fromkeys(f"*.{name.rpartition('.')[2]}" for name in named if "." in name)
+                raise UnknownName(
+                    "module",
+                    rule.pattern,
+                    filter(None, [*named, *endings]),
+                    listing="Names are those of model.named_modules(); * matches any part of a name, dots too.",
+                )
             called = [inner for module in found for inner in _called(module)]
             if not called:
                 raise BadInput(f"{self!r}: {rule.pattern!r} matches only empty containers, which are never called.")
@@ -180,39 +210,14 @@ class Policy:
 
     def _by_layer(self, model: nn.Module) -> dict[nn.Module, tuple[str, str]]:
         """Return precision and reason for modules that do not run in the base precision."""
+        from ampwise.train.float8.layer_choice import describe_layers, torchao_layers  # imports this module
+
         if self.base == "fp8":
-            return _fp8_layers(model, self.patterns(model))
-        found = _fp8_by_torchao(model)  # in every precision
+            return describe_layers(model, self.patterns(model))
+        found = torchao_layers(model)  # in every precision
         if self.base.startswith(EMULATE):
             found.update((each, NO_MATMULS) for each in model.modules() if isinstance(each, WITHOUT_MATMULS))
         return found
-
-    def _lines(self, model: nn.Module) -> tuple[Counter[str], list[ModuleLine]]:
-        """Return parameter counts by precision (shared parameters count once in each), and the table's lines."""
-        decided, named = self._decided(model), named_modules(model)
-        by_layer = self._by_layer(model)
-        lines: list[ModuleLine] = []
-        running: dict[str, dict[nn.Parameter, int]] = {}
-        shown: set[nn.Module] = set()
-        for name, module in named.items():
-            own = {parameter: _count(parameter) for parameter in module.parameters(recurse=False)}
-            if module in shown or not (own or module in decided):
-                continue
-            above = next((part for part in name_and_parents(name) if named.get(part) in decided), None)
-            rule = KeepRule("", self.base) if above is None else decided[named[above]]
-            precision, why = by_layer.get(module, (self.base, "base")) if above is None else (rule.precision, "")
-            line = ModuleLine(
-                path=tuple(name.split(".")) if name else (),
-                kind=type(module).__name__,
-                parameters=sum(own.values()),
-                precision=precision,
-                why=f"kept by {rule.pattern!r}" if rule.pattern else why,
-                inside=0 if above in (None, name) else above.count(".") + 1,
-            )
-            lines.append(line)
-            shown.add(module)
-            running.setdefault(line.precision, {}).update(own)
-        return Counter({precision: sum(counts.values()) for precision, counts in running.items()}), lines
 
 
 class AppliedPolicy:
@@ -258,23 +263,14 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     return dict(modules_with_wrappers(model))
 
 
-def modules_with_wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def modules_with_wrappers(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield names and modules like ``named_modules``, and also each wrapper under the name of its module."""
-    return _walk(model, "")
-
-
-def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     yield name, module
+    is_wrapper = isinstance(module, DataParallel | DistributedDataParallel) or (not name and len(module._modules) == 1)
     for key, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, name if _wraps(module, name, key) else f"{name}.{key}".lstrip("."))
-
-
-def _wraps(parent: nn.Module, name: str, key: str) -> bool:
-    """Return whether the parent is only a wrapper of this child."""
-    if key != "module":
-        return key in WRAPPERS
-    return isinstance(parent, DataParallel | DistributedDataParallel) or (not name and len(parent._modules) == 1)
+            is_wrapped = key in WRAPPERS or (key == "module" and is_wrapper)
+            yield from modules_with_wrappers(child, name if is_wrapped else f"{name}.{key}".lstrip("."))
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
@@ -287,37 +283,11 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called(child)
 
 
-def _fp8_by_torchao(model: nn.Module) -> dict[nn.Module, tuple[str, str]]:
-    from ampwise.train.float8.chosen_layers import torchao_layers  # rarely needed
-
-    return torchao_layers(model)
-
-
-def _fp8_layers(model: nn.Module, kept: dict[nn.Module, str]) -> dict[nn.Module, tuple[str, str]]:
-    from ampwise.train.float8.chosen_layers import describe_layers  # rarely needed, and imports this module
-
-    return describe_layers(model, kept)
-
-
-def _count(parameter: nn.Parameter) -> int:
-    return 0 if is_lazy(parameter) else parameter.numel()
-
-
 def name_and_parents(name: str) -> Iterator[str]:
     """Yield the name, and the names of the modules that contain it."""
     while name:
         yield name
         name = name.rpartition(".")[0]
-
-
-def _no_match(pattern: str, names: Iterable[str]) -> UnknownName:
-    known = [*names, *dict.fromkeys(f"*.{name.rpartition('.')[2]}" for name in names if "." in name)]
-    return UnknownName(
-        "module",
-        pattern,
-        filter(None, known),
-        listing="Names are those of model.named_modules(); * matches any part of a name, dots too.",
-    )
 
 
 def _parts(data: Any, what: str, expected: set[str]) -> dict[str, Any]:

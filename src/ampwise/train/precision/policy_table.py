@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -42,36 +43,34 @@ def policy_table(base: str, parameters: Counter[str], lines: Sequence[ModuleLine
     counts = ", ".join(f"{_human(count)} in {precision}" for precision, count in parameters.most_common() if count)
     rows = [HEADINGS, *(line.cells() for line in _collapsed(lines))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join([f"{base} base; parameters: {counts or 'none'}", *(_aligned(row, widths) for row in rows)])
-
-
-def _aligned(row: Iterable[str], widths: Sequence[int]) -> str:
-    cells = (
-        cell.rjust(width) if place in NUMBERS else cell.ljust(width)
-        for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        if width
-    )
-    return "  ".join(cells).rstrip()
+    text = [f"{base} base; parameters: {counts or 'none'}"]
+    for row in rows:
+        cells = (
+            cell.rjust(width) if place in NUMBERS else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            if width
+        )
+        text.append("  ".join(cells).rstrip())
+    return "\n".join(text)
 
 
 def _collapsed(lines: Iterable[ModuleLine]) -> Iterator[ModuleLine]:
     """Merge lines that differ only in numbers in the name, where every combination of the numbers occurs."""
     alike: dict[ModuleLine, list[tuple[str, ...]]] = {}
     for line in lines:
-        numbers = tuple(part for part in line.path if part.isdecimal())
-        path = tuple(ANY if part.isdecimal() else part for part in line.path)
-        alike.setdefault(replace(line, path=path), []).append(numbers)
+        pattern = replace(line, path=tuple(ANY if part.isdecimal() else part for part in line.path))
+        alike.setdefault(pattern, []).append(tuple(part for part in line.path if part.isdecimal()))
     for line, all_numbers in alike.items():
         for block in _blocks(all_numbers):
-            yield _merged(line, block)
+            columns = (sorted({int(number) for number in column}) for column in zip(*block, strict=True))
+            numbers = iter([brace_ranges(column) for column in columns])
+            path = tuple(next(numbers) if part == ANY else part for part in line.path)
+            yield replace(line, path=path, times=len(block))
 
 
 def _blocks(rows: list[tuple[str, ...]], place: int = 0) -> Iterator[list[tuple[str, ...]]]:
     """Split rows of numbers, from the left, until each block has every combination of its columns' values."""
-    combinations = 1
-    for column in zip(*rows, strict=True):
-        combinations *= len(set(column))
-    if combinations == len(rows):
+    if math.prod(len(set(column)) for column in zip(*rows, strict=True)) == len(rows):
         yield rows
         return
     split: dict[str, list[tuple[str, ...]]] = {}
@@ -79,12 +78,6 @@ def _blocks(rows: list[tuple[str, ...]], place: int = 0) -> Iterator[list[tuple[
         split.setdefault(row[place], []).append(row)
     for block in split.values():
         yield from _blocks(block, place + 1)
-
-
-def _merged(line: ModuleLine, block: list[tuple[str, ...]]) -> ModuleLine:
-    numbers = iter([brace_ranges(sorted({int(number) for number in column})) for column in zip(*block, strict=True)])
-    path = tuple(next(numbers) if part == ANY else part for part in line.path)
-    return replace(line, path=path, times=len(block))
 
 
 def brace_ranges(numbers: list[int]) -> str:

@@ -103,10 +103,13 @@ class ChosenPrecision(NamedTuple):
 class DevicePrecisions:
     """Precisions that a device can run, what it lacks for the others, and what "auto" chooses."""
 
-    runs: tuple[str, ...]
     lacks: Mapping[str, str]  # a sentence by precision
     best: str
     why: str
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        return tuple(name for name in PRECISIONS if name not in self.lacks)
 
 
 def choose_precision(asked: Any, device: torch.device) -> ChosenPrecision:
@@ -164,39 +167,44 @@ def precisions_of(device: torch.device) -> DevicePrecisions:
 
 def gpu_precisions(device: CudaDevice) -> DevicePrecisions:
     """Return which precisions a CUDA or ROCm device can run, by its tensor cores."""
-    lacks = {name: missing for name, precision in ALL.items() if (missing := _missing(precision, device))}
-    best, why = _best_on_gpu(device)
-    return _facts(lacks, best, f"{best} on {device.name}: {why}")
+    capability = f"compute capability {device.capability}" if device.compute_capability else device.capability
+    lacks = {}
+    for name, precision in ALL.items():
+        units = precision.units
+        has = units is None or device.has_tensor_cores(units)
+        if not has and not (has is None and units == "bf16" and device.bf16_native):
+            has_text = "is not known to have" if has is None else "has no"
+            lacks[name] = f"{device.name} ({capability}) {has_text} {str(units).upper()} tensor cores."
+    fp16 = device.has_tensor_cores("fp16")
+    if device.has_tensor_cores("bf16"):
+        best, why = "bf16", f"it has BF16 tensor cores, {NO_SCALE}"
+    elif fp16:
+        best, why = "fp16", "it has FP16 tensor cores, and none for BF16"
+    elif fp16 is None:
+        best, why = "fp32", "it is not known whether it has tensor cores for 16 bits"
+    else:
+        best, why = "fp32", "it has no tensor cores, without which 16 bits gain little"
+    return DevicePrecisions(lacks=lacks, best=best, why=f"{best} on {device.name}: {why}")
 
 
 def cpu_precisions(cpu: Cpu) -> DevicePrecisions:
     """Return which precisions a CPU can run: all but TF32 and FP8; those with instructions of their own run fast."""
     name = cpu.model or "this CPU"
-    best, why = _best_on_cpu(cpu)
-    return _facts(_unlike_a_gpu(name, (torch.float16, torch.bfloat16)), best, f"{best} on {name}: {why}")
+    feature = next((feature for feature in BF16_FEATURES if feature in (cpu.features or ())), None)
+    if cpu.features is None:
+        best, why = "fp32", "its instruction set is not known"
+    elif feature is None:
+        best, why = "fp32", "it has no BF16 instructions: 16 bits would be slower"
+    else:
+        best, why = "bf16", f"it has {FEATURES[feature]} ({feature}), {NO_SCALE}"
+    lacks = _unlike_a_gpu(name, (torch.float16, torch.bfloat16))
+    return DevicePrecisions(lacks=lacks, best=best, why=f"{best} on {name}: {why}")
 
 
 def other_precisions(kind: str, dtypes: tuple[torch.dtype, ...]) -> DevicePrecisions:
     """Return which precisions a device of another type, such as "mps", can run, from the dtypes of its autocast."""
     why = f"fp32 on {kind}: it is not known what is fast on {kind}"
-    return _facts(_unlike_a_gpu(kind, dtypes), "fp32", why)
-
-
-def _facts(lacks: Mapping[str, str], best: str, why: str) -> DevicePrecisions:
-    return DevicePrecisions(
-        runs=tuple(name for name in PRECISIONS if name not in lacks), lacks=lacks, best=best, why=why
-    )
-
-
-def _missing(precision: TrainPrecision, device: CudaDevice) -> str | None:
-    if precision.units is None:
-        return None
-    has = device.has_tensor_cores(precision.units)
-    if has or (has is None and precision.units == "bf16" and device.bf16_native):
-        return None
-    capability = f"compute capability {device.capability}" if device.compute_capability else device.capability
-    has_text = "is not known to have" if has is None else "has no"
-    return f"{device.name} ({capability}) {has_text} {precision.units.upper()} tensor cores."
+    return DevicePrecisions(lacks=_unlike_a_gpu(kind, dtypes), best="fp32", why=why)
 
 
 def _unlike_a_gpu(name: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, str]:
@@ -212,42 +220,21 @@ def _unlike_a_gpu(name: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, str]:
     return lacks
 
 
-def _best_on_gpu(device: CudaDevice) -> tuple[str, str]:
-    if device.has_tensor_cores("bf16"):
-        return "bf16", f"it has BF16 tensor cores, {NO_SCALE}"
-    fp16 = device.has_tensor_cores("fp16")
-    if fp16:
-        return "fp16", "it has FP16 tensor cores, and none for BF16"
-    if fp16 is None:
-        return "fp32", "it is not known whether it has tensor cores for 16 bits"
-    return "fp32", "it has no tensor cores, without which 16 bits gain little"
-
-
-def _best_on_cpu(cpu: Cpu) -> tuple[str, str]:
-    if cpu.features is None:
-        return "fp32", "its instruction set is not known"
-    feature = next((feature for feature in BF16_FEATURES if feature in cpu.features), None)
-    if feature is None:
-        return "fp32", "it has no BF16 instructions: 16 bits would be slower"
-    return "bf16", f"it has {FEATURES[feature]} ({feature}), {NO_SCALE}"
-
-
 def _autocast_dtypes(kind: str) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that autocast supports. torch shows it only by a warning, and by turning autocast off."""
     if not torch.amp.is_autocast_available(kind):
         return ()
-    wanted = (precision.dtype for precision in PRECISIONS.values())
-    return tuple(dtype for dtype in wanted if dtype is not None and _autocasts(kind, dtype))
-
-
-def _autocasts(kind: str, dtype: torch.dtype) -> bool:
-    """Return whether autocast supports the dtype. torch shows it only by a warning, and by turning autocast off."""
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        try:
-            torch.autocast(kind, dtype=dtype)
-        except (RuntimeError, AssertionError):  # the latter from a backend outside torch that is not loaded
-            return False
-    return not any(issubclass(warning.category, UserWarning) for warning in heard)
+    found = []
+    for dtype in (precision.dtype for precision in PRECISIONS.values() if precision.dtype is not None):
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            try:
+                torch.autocast(kind, dtype=dtype)
+            except (RuntimeError, AssertionError):  # the latter from a backend outside torch that is not loaded
+                continue
+        if not any(issubclass(warning.category, UserWarning) for warning in heard):
+            found.append(dtype)
+    return tuple(found)
 
 
 def _checked(asked: Any) -> str:
@@ -255,7 +242,7 @@ def _checked(asked: Any) -> str:
         return asked
     if isinstance(asked, str) and asked.startswith(WITH_OPTIONS):
         return precision_named(asked).name
-    hint = _meant(str(asked).lower().removeprefix("torch."))
+    hint = _hint(str(asked).lower().removeprefix("torch."))
     listing = f"{hint}The precisions are {', '.join((AUTO, *ALL, EXAMPLE))}."
     if not isinstance(asked, str):
         raise BadInput(f"Engine(precision={asked!r}): expected a name. {listing}")
@@ -263,32 +250,19 @@ def _checked(asked: Any) -> str:
     raise UnknownName("precision", asked, () if hint else (AUTO, *ALL), listing=listing)
 
 
-def _meant(text: str) -> str:
+def _hint(text: str) -> str:
     """Return a sentence on what to write instead of an unknown name; empty if there is no hint."""
     if text in RIGHT_NAMES:
         return f"ampwise calls it {RIGHT_NAMES[text]!r}. "
-    if _is_narrow_format(text):
-        return f"That is a format: precision='{EMULATE}{text}' computes on values rounded to it, on any device. "
-    recipe = _fp8_recipe(text)
-    if recipe is not None:
-        return f"The FP8 recipe is a separate argument: precision='fp8', fp8={recipe!r}. "
-    return ""
-
-
-def _is_narrow_format(text: str) -> bool:
-    """Return whether the text may follow "emulate:" and is narrower than 16 bits; "fp8" itself is a precision."""
-    try:
-        return text.strip() not in ALL and parse_recipe(text).scaled
+    try:  # a format that may follow "emulate:" and is narrower than 16 bits; "fp8" itself is a precision
+        is_narrow_format = text.strip() not in ALL and parse_recipe(text).scaled
     except AmpwiseError:
-        return False
-
-
-def _fp8_recipe(text: str) -> str | None:
-    """Return the recipe in "fp8,delayed" or in "delayed"; after "fp8", also the most similar one."""
-    known = (*RECIPES, MEASURED)
-    rest = text.removeprefix("fp8")
-    recipe = rest.lstrip(BETWEEN)
-    if recipe in known:
-        return recipe
-    is_after_fp8 = text != rest != recipe
-    return next(iter(nearest(recipe, known)), None) if is_after_fp8 else None
+        is_narrow_format = False
+    if is_narrow_format:
+        return f"That is a format: precision='{EMULATE}{text}' computes on values rounded to it, on any device. "
+    # The recipe in "fp8,delayed" or in "delayed"; after "fp8", also the most similar one.
+    known, rest = (*RECIPES, MEASURED), text.removeprefix("fp8")
+    recipe: str | None = rest.lstrip(BETWEEN)
+    if recipe not in known:
+        recipe = next(iter(nearest(str(recipe), known)), None) if text != rest != recipe else None
+    return f"The FP8 recipe is a separate argument: precision='fp8', fp8={recipe!r}. " if recipe else ""

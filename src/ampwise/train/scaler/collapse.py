@@ -20,9 +20,12 @@ SKIPS_BEFORE_WARNING = (
 def collapse_error(floor: float, in_a_row: int, censuses: Mapping[str, Census]) -> ScaleCollapsed:
     """Return the error, with the probable cause read from the last step's gradients."""
     steps = "a step" if in_a_row == 1 else f"{in_a_row} steps in a row"
+    way_out = "A lower scale would not help: look for inf or NaN in the forward pass, or train in BF16."
+    if floor >= 1:
+        way_out = f"A min_scale of {floor:g} is high: try a lower one first."
     return ScaleCollapsed(
         f"GradScaler: gradients overflowed with the loss scale at its floor, min_scale={floor:g}, for {steps}. "
-        f"The weights are unchanged. {_cause(censuses)} {_way_out(floor)}"
+        f"The weights are unchanged. {_cause(censuses)} {way_out}"
     )
 
 
@@ -34,14 +37,8 @@ def warn_about_skips(in_a_row: int, censuses: Mapping[str, Census]) -> None:
             "Look for inf or NaN in the data, the loss or the weights."
         ),
         RuntimeWarning,
-        stacklevel=6,
+        stacklevel=4,
     )
-
-
-def _way_out(floor: float) -> str:
-    if floor >= 1:
-        return f"A min_scale of {floor:g} is high: try a lower one first."
-    return "A lower scale would not help: look for inf or NaN in the forward pass, or train in BF16."
 
 
 def _cause(censuses: Mapping[str, Census]) -> str:
@@ -54,7 +51,11 @@ def _cause(censuses: Mapping[str, Census]) -> str:
         have = f"All {len(bad)} gradients have" if len(bad) > 1 else "The only gradient has"
         return f"{have} inf or NaN in {'them' if len(bad) > 1 else 'it'}, so the loss itself was probably not finite."
     first, total = bad[-1], len(censuses)
-    counts = ", ".join(f"{_shown(name)} ({_counts(censuses[name])})" for name in bad[-SHOWN:])
+    shown = []
+    for name in bad[-SHOWN:]:
+        kinds = ((censuses[name].infs, "inf"), (censuses[name].nans, "NaN"))
+        shown.append(f"{_shown(name)} ({' and '.join(f'{count} {kind}' for count, kind in kinds if count)})")
+    counts = ", ".join(shown)
     return (
         f"{len(bad)} of {total} gradients have inf or NaN in them; the last ones in parameter order: {counts}. "
         f"Backward runs from the last layer to the first, so look at {_shown(first)} or just after it."
@@ -65,7 +66,3 @@ def _shown(name: str) -> str:
     """Return a parameter's name, or its group and index in an optimizer without names."""
     group, _, index = name.rpartition(":")[2].partition(".")
     return f"parameter {index} of group {group}" if group.isdigit() and index.isdigit() else name
-
-
-def _counts(census: Census) -> str:
-    return " and ".join(f"{count} {kind}" for count, kind in ((census.infs, "inf"), (census.nans, "NaN")) if count)

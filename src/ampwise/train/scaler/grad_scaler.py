@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -17,9 +19,16 @@ from torch.optim import Optimizer
 
 from ampwise.errors import BadInput
 from ampwise.numbers.census.device_census import DeviceCensus
-from ampwise.train.scaler.async_scalars import AsyncScalars
-from ampwise.train.scaler.checked_gradients import CheckedGradients, check_gradients, clip_in_memory_, zero_norm
 from ampwise.train.scaler.collapse import SKIPS_BEFORE_WARNING, collapse_error, warn_about_skips
+from ampwise.train.scaler.grad_stats import (
+    NO_CLIPPING,
+    WITH_LOSS,
+    CheckedGradients,
+    GradStats,
+    check_gradients,
+    clip_in_memory_,
+    named_census,
+)
 from ampwise.train.scaler.gradients import (
     OptimizerGradients,
     collect_gradients,
@@ -28,27 +37,60 @@ from ampwise.train.scaler.gradients import (
     to_device,
     versions_of,
 )
-from ampwise.train.scaler.loss_scale import ScaleLimits, UpdateField, is_number, new_counters, update_scale_
-from ampwise.train.scaler.optimizer_state import ScalerOptimizerState, ScalerOptimizerStates
+from ampwise.train.scaler.loss_scale import (
+    COUNT_KEYS,
+    ScaleLimits,
+    UpdateField,
+    checked_state,
+    is_number,
+    new_counters,
+    update_scale_,
+)
 from ampwise.train.scaler.optimizer_step import (
     has_closure,
     refuse_closure,
-    supports_amp_scaling,
+    steps_on_device,
     take_step,
     takes_grad_scaler,
 )
-from ampwise.train.scaler.parameter_names import named_census
-from ampwise.train.scaler.scaler_state import COUNT_KEYS, checked_state
-from ampwise.train.scaler.step_decision import NO_CLIPPING
-from ampwise.train.scaler.step_result import StepCounts, StepResult
+from ampwise.train.scaler.step_result import AsyncScalars, StepCounts, StepResult
 
 __all__ = ["GradScaler"]
 
 NOT_PICKLED = (
-    "_entries", "_stepped", "_iteration_over", "_unchecked_steps", "_extra_scalar", "_extra_factor", "_last",
+    "_entries", "_stepped", "_iteration_over", "_unchecked_steps", "_loss", "_divisor", "_last",
     "_posted", "_tally", "_unscaled_counts", "_warned", "_process_group",
 )  # fmt: skip
 MAX_DEVICES = 16  # a smaller integer is a GPU index, not a scale
+
+
+class ScalerOptimizerState:
+    """State of one optimizer: its checked gradients in this iteration, and the result of its last step."""
+
+    def __init__(self, optimizer: Any, forget: Callable[[Any], object]) -> None:
+        self.key = id(optimizer)  # which torch's scaler uses too: optimizers need not be hashable
+        self.weakly = True
+        self.optimizer: Callable[[], Any]  # None once it is deleted
+        try:
+            self.optimizer = weakref.ref(optimizer, forget)
+        except TypeError:
+            self.optimizer, self.weakly = lambda: optimizer, False
+        self.checked: CheckedGradients | None = None  # the gradients as checked in this iteration
+        self.flags: list[Tensor] = []  # found_inf as published in torch's per-optimizer state
+        self.flag_versions: list[int] | None = []
+        self.unscaled = False  # unscale_() was called, with scaling off
+        self.trusted = False  # the gradients have not changed since they were checked
+        self.stats: GradStats | None = None  # statistics of the last step, for ``census``
+        self.result: StepResult | None = None
+
+    def reset(self) -> None:
+        """Reset for the next iteration."""
+        self.checked, self.unscaled, self.trusted = None, False, False
+
+    def shows(self, flags: Sequence[Tensor]) -> bool:
+        """Return whether these are the published flags, unchanged."""
+        same = len(flags) == len(self.flags) and all(map(is_, flags, self.flags))
+        return same and versions_of(flags) == self.flag_versions
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -101,7 +143,11 @@ class GradScaler(torch.amp.GradScaler):
             backoff=backoff_factor,
             interval=growth_interval,
         )
-        super().__init__(_type_of(device), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        try:
+            device_type = torch.device(device).type
+        except RuntimeError:
+            raise BadInput(f"GradScaler({device!r}): unknown device. Use 'cuda' or 'cpu'.") from None
+        super().__init__(device_type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._guard = guard
         self._process_group = process_group
         self.collapses = True  # raise ScaleCollapsed; off with a guard, which handles it
@@ -110,21 +156,30 @@ class GradScaler(torch.amp.GradScaler):
 
     def _begin(self) -> None:
         """Initialise the state of this process."""
-        self._entries = ScalerOptimizerStates()
+        self._entries: dict[int, ScalerOptimizerState] = {}
         self._stepped: list[ScalerOptimizerState] = []  # optimizers stepped in this iteration
         self._iteration_over = False  # the iteration is over; the next check belongs to a new one
         self._unchecked_steps = 0  # steps whose gradients were not checked
-        self._extra_scalar: Tensor | None = None  # an extra number to copy to the host with the others
-        self._extra_factor: Tensor | None = None  # a factor on this iteration's gradients, in addition to the scale
+        self._loss: Tensor | None = None  # to be copied to the host with the numbers of this iteration
+        self._divisor: Tensor | None = None  # what to divide gradients by in this iteration, besides the scale
         self._forget()
 
     def _forget(self) -> None:
         """Forget past steps."""
+        in_a_row, applied, skipped = self._saved_tally
         self._tally: Tensor | None = None
-        self._unscaled_counts = _counted(self._saved_tally)  # with scaling off
+        self._unscaled_counts = StepCounts(applied, skipped, in_a_row)  # with scaling off
         self._warned = False  # that all steps are skipped
         self._last: StepResult | None = None
         self._posted: AsyncScalars | None = None
+
+    def _entry(self, optimizer: Any) -> ScalerOptimizerState:
+        """Return the optimizer's state, created on first use."""
+        key, entries = id(optimizer), self._entries
+        entry = entries.get(key)
+        if entry is None or entry.optimizer() is not optimizer:
+            entry = entries[key] = ScalerOptimizerState(optimizer, lambda gone: entries.pop(key, None))
+        return entry
 
     # The step
 
@@ -133,7 +188,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Optional: ``step`` does it otherwise. Does not sync with the device.
         """
-        entry = self._entries.of(optimizer)
+        entry = self._entry(optimizer)
         if not self._enabled:
             checked = self._check_without_scale(entry)
             if checked is not None:
@@ -148,7 +203,7 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("unscale_() is being called after step().")
         checked = self._current_check(entry)
         if checked is None:
-            self._check_gradients(entry, unscale=True)
+            self._check_alone(entry, unscale=True)
         else:
             refuse_half(checked.gradients)
             checked.unscale_and_clip_()  # clipping requested before
@@ -163,99 +218,145 @@ class GradScaler(torch.amp.GradScaler):
         ``torch.nn.utils.clip_grad_norm_``, from a norm summed in FP64: weights agree with torch's to the last digits,
         not to the last bit.
         """
-        optimizers = _checked_optimizers(optimizer)
-        max_norm, norm_type = _checked_norms(max_norm, norm_type)
+        optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+        if not optimizers or any(map(torch.is_tensor, optimizers)):
+            raise BadInput("clip_() takes the optimizer, not its parameters: scaler.clip_(optimizer, max_norm).")
+        if not is_number(max_norm) or not max_norm > 0:
+            raise BadInput(f"clip_(max_norm={max_norm!r}): expected a number above 0; float('inf') only measures.")
+        if not is_number(norm_type):
+            raise BadInput(f"clip_(norm_type={norm_type!r}): expected a number, such as 2.0 or float('inf').")
         if self._enabled:
             self._check_scale_growth_tracker("clip_")
-        if any(self._stage(each) is OptState.STEPPED for each in optimizers):
+        entries = dict.fromkeys(map(self._entry, optimizers))  # without duplicates
+        stages = [self._stage(entry) for entry in entries]
+        if OptState.STEPPED in stages:
             raise RuntimeError("clip_() is being called after step(). Was update() missing in the last iteration?")
-        if norm_type == 2.0 and all(self._stage(each) is OptState.READY for each in optimizers):
-            every = self._to_clip(optimizers)
-            if every is not None:
-                return self._clip_at_the_step(every, max_norm) if every else zero_norm(optimizers)
-        for each in optimizers:
-            if self._stage(each) is OptState.READY:
+        if norm_type == 2.0 and OptState.UNSCALED not in stages:
+            norm = self._clip_at_step(entries, float(max_norm))
+            if norm is not None:
+                return norm
+        alive = [entry.optimizer() for entry in entries]
+        for each, stage in zip(alive, stages, strict=True):
+            if stage is OptState.READY:
                 self.unscale_(each)
-        return clip_in_memory_(optimizers, max_norm, norm_type, self._process_group)
+        return clip_in_memory_(alive, float(max_norm), float(norm_type), self._process_group)
 
-    def _to_clip(self, optimizers: list[Optimizer]) -> dict[ScalerOptimizerState, OptimizerGradients] | None:
-        """Return the gradients to clip at the step; None if some are to be clipped with another group already.
+    def _clip_at_step(self, entries: Iterable[ScalerOptimizerState], max_norm: float) -> Tensor | None:
+        """Check the gradients, to be clipped at the step; return the norm.
 
-        Each clipping then has to be done one after the other, in memory.
+        None if some are to be clipped with another group already: then one clipping has to follow the other, in memory.
         """
-        found = {self._entries.of(each): collect_gradients(each) for each in optimizers}
-        every = {e: gradients for e, gradients in found.items() if len(gradients) or self._process_group is not None}
-        joint_with = frozenset(entry.key for entry in every)
-        standing = [checked for entry in every if (checked := self._current_check(entry)) is not None]
-        return every if all(checked.joint_with == joint_with for checked in standing) else None
-
-    def _clip_at_the_step(self, every: dict[ScalerOptimizerState, OptimizerGradients], max_norm: float) -> Tensor:
-        lowest = min([max_norm, *(entry.checked.max_norm for entry in every if entry.checked is not None)])
-        checked = self._check_together(list(every), list(every.values()), lowest)
+        found: dict[ScalerOptimizerState, OptimizerGradients] = {}
+        for entry in entries:
+            gradients = collect_gradients(entry.optimizer())
+            if gradients.values or self._process_group is not None:
+                found[entry] = gradients
+        if not found:
+            return torch.zeros((), dtype=torch.float32, device=first_device([entry.optimizer() for entry in entries]))
+        for entry in found:
+            checked = None if entry.checked is None else self._current_check(entry)
+            if checked is not None:
+                if checked.joint_with != {each.key for each in found}:
+                    return None
+                max_norm = min(max_norm, checked.max_norm)
+        checked = self._check_together(list(found), list(found.values()), max_norm)
         return checked.decision.norm.clone()  # a copy, as the caller may write to it
+
+    def check(
+        self,
+        optimizers: Sequence[Optimizer],
+        max_norm: float = NO_CLIPPING,
+        *,
+        divisor: Tensor | None = None,
+        loss: Tensor | None = None,
+        unscale: bool = False,
+    ) -> None:
+        """Check the gradients of these optimizers together before their steps: all of them are applied, or none.
+
+        The first call of an iteration, and optional; the steps follow at once. max_norm: the steps clip, by the norm of
+        all gradients. divisor: what to divide gradients by in addition to the scale, such as a number of tokens. loss:
+        copied to the host with the results of the steps. unscale: divide gradients in memory now, to change them before
+        the steps; else they must not change. No sync.
+        """
+        self._loss, self._divisor = loss, divisor
+        if not (self._enabled or self._guard or divisor is not None or max_norm != NO_CLIPPING or unscale):
+            return
+        entries, every = list(map(self._entry, optimizers)), list(map(collect_gradients, optimizers))
+        if unscale and self._enabled:
+            for gradients in every:
+                refuse_half(gradients)
+        self._check_together(entries, every, max_norm, unscale=unscale)
+        for entry in entries:
+            entry.trusted = True
+            if unscale:
+                entry.unscaled = True
+                if self._enabled:
+                    self._per_optimizer_states[entry.key]["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer, unless a gradient is inf or NaN: then nothing changes.
 
         A fused optimizer decides on the device. For any other, this syncs with the device, as torch does.
         """
+        entry = self._entry(optimizer)
         if not self._enabled:
-            return self._step_unscaled(optimizer, args, kwargs)
+            # A closure computes the gradients later.
+            checked = None
+            if not (args or kwargs) or not has_closure(args, kwargs):
+                checked = self._check_without_scale(entry)
+            if checked is None:
+                result = optimizer.step(*args, **kwargs)
+                self._unchecked_steps += 1
+                self._last = entry.result = StepResult(None, skipped_on_host=False)
+            else:
+                result = self._take_step(entry, checked, args, kwargs)
+                self._close_unscaled(entry.result)
+            entry.reset()
+            return result
         refuse_closure(optimizer, args, kwargs)
         self._check_scale_growth_tracker("step")
-        entry, state = self._entries.of(optimizer), self._per_optimizer_states[id(optimizer)]
+        state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(
                 "step() has already been called since the last update(). Call update() once, after the last step() of "
                 "each iteration."
             )
-        if supports_amp_scaling(optimizer) and takes_grad_scaler(optimizer):
+        on_device = steps_on_device(optimizer)
+        if on_device and takes_grad_scaler(optimizer):
             result = super().step(optimizer, *args, **kwargs)
-            self._record(entry, StepResult(self._numbers_found(entry)))
+            self._last = entry.result = StepResult(self._numbers_found(entry))
             self._count(entry, state)
             return result
-        checked = (
-            entry.checked
-            if state["stage"] is OptState.UNSCALED
-            else self._current_check(entry) or self._check_gradients(entry)
-        )
+        checked = entry.checked
+        if state["stage"] is not OptState.UNSCALED:
+            checked = self._current_check(entry) or self._check_alone(entry)
         if checked is None:
-            result = _step_without_gradients(optimizer, args, kwargs)
+            # A fused optimizer without gradients does nothing; for any other raise torch's error.
+            if not on_device or len(collect_gradients(optimizer)):
+                raise AssertionError(
+                    "No inf checks were recorded for this optimizer. None of its parameters has a gradient: was "
+                    "backward() called, on a loss that depends on them, after the last zero_grad() and before "
+                    "unscale_()?"
+                )
+            result = optimizer.step(*args, **kwargs)
         else:
-            if checked.scaled and not supports_amp_scaling(optimizer):
+            if checked.scaled and not on_device:
                 refuse_half(checked.gradients)
-            self._include_user_flags(entry, checked)
+            flags = list(state["found_inf_per_device"].values())
+            if not entry.shows(flags):  # the user has added to them, which torch allows
+                checked.decision = checked.decision.or_found(flags)
             result = self._take_step(entry, checked, args, kwargs)
             self._count(entry, state)
         state["stage"] = OptState.STEPPED
         return result
 
-    def _step_unscaled(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Step without scaling; still skip if gradients are not finite."""
-        entry = self._entries.of(optimizer)
-        checked = None
-        if not has_closure(args, kwargs):  # a closure computes the gradients later
-            checked = self._check_without_scale(entry)
-        if checked is None:
-            result = optimizer.step(*args, **kwargs)
-            self._unchecked_steps += 1
-            self._record(entry, StepResult(None, skipped_on_host=False))
-        else:
-            result = self._take_step(entry, checked, args, kwargs)
-            self._close_unscaled(entry)
-        entry.reset()
-        return result
-
     def _take_step(
         self, entry: ScalerOptimizerState, checked: CheckedGradients, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        result, skipped = take_step(entry.optimizer, checked, args, kwargs)
+        result, skipped = take_step(entry.optimizer(), checked, args, kwargs)
         checked.gradients = OptimizerGradients()  # so that the next backward pass can free them
-        self._record(entry, StepResult(checked.decision.numbers[:2], skipped))
+        self._last = entry.result = StepResult(checked.decision.numbers, skipped)
         return result
-
-    def _record(self, entry: ScalerOptimizerState, outcome: StepResult) -> None:
-        self._last = entry.outcome = outcome
 
     def _count(self, entry: ScalerOptimizerState, state: dict[str, Any]) -> None:
         """Count this step in the iteration, unless an optimizer hook has ended the iteration meanwhile."""
@@ -274,26 +375,51 @@ class GradScaler(torch.amp.GradScaler):
         """
         if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
             raise BadInput(f"update(loss={loss!r}): expected the loss of the step, a tensor with one number.")
+        stepped = self._stepped
+        further: list[Tensor] = []  # found_inf flags that lower the scale too
         if self._enabled:
             self._check_scale_growth_tracker("update")
-            states = self._per_optimizer_states
+            ours, checked = {entry.key: entry for entry in stepped}, False
+            for key, state in self._per_optimizer_states.items():
+                flags = list(state["found_inf_per_device"].values())
+                checked = checked or bool(flags)
+                if key not in ours or not ours[key].shows(flags):  # not stepped, or the user has added to them
+                    further += flags
             if new_scale is not None:
                 super().update(self._limits.checked_scale(new_scale))
-            elif not any(state["found_inf_per_device"] for state in states.values()):
+            elif not checked:
                 raise AssertionError(
                     "No inf checks were recorded prior to update. No optimizer was stepped since the last update(): "
                     "when accumulating gradients, call step() and update() together."
                 )
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        stepped, self._stepped = self._stepped, []
-        others = self._other_flags(stepped, states) if self._enabled else []
-        self._entries.drop_unstepped(but=stepped)
-        for entry in [*self._entries, *stepped]:
+        self._stepped = []
+        for entry in list(self._entries.values()):
             entry.reset()
-        self._iteration_over, self._extra_factor = True, None
+            if not entry.weakly and entry not in stepped:
+                del self._entries[entry.key]
+        self._iteration_over, self._divisor = True, None
         if self._enabled:
-            self._close(stepped, others, move=new_scale is None, loss=loss)
-        self._extra_scalar = None
+            self._close(stepped, further, move=new_scale is None, loss=loss)
+        self._loss = None
+
+    def abandon(self) -> None:
+        """Abandon the iteration, after an error in a step: the next ``step`` begins a new one."""
+        if self._enabled:
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        for entry in self._entries.values():
+            entry.reset()
+        self._stepped, self._iteration_over, self._divisor, self._loss = [], True, None, None
+
+    def undo_backoff(self, result: StepResult) -> None:
+        """Between iterations: undo the backoff of this step, and restore the growth tracker from before it.
+
+        The step's numbers have arrived, and the scale is written on the device: no sync.
+        """
+        if result.backoff <= 1 or self._scale is None or self._growth_tracker is None:
+            return
+        self._scale.mul_(result.backoff)
+        self._growth_tracker.add_(result.clean_steps).clamp_(max=self._growth_interval - 1)
 
     # What happened
 
@@ -318,8 +444,16 @@ class GradScaler(torch.amp.GradScaler):
 
     def skipped_for(self, optimizer: Optimizer) -> bool:
         """Return whether this optimizer's last step was skipped, for loops with several optimizers."""
-        outcome = self._outcome_of(optimizer)
-        return outcome is not None and outcome.skipped
+        result = self.result_of(optimizer)
+        return result is not None and result.skipped
+
+    def result_of(self, optimizer: Optimizer) -> StepResult | None:
+        """Return the result of the optimizer's last step: numbers that may still be on the device."""
+        return self._entry(optimizer).result
+
+    def stats_of(self, optimizer: Optimizer) -> GradStats | None:
+        """Return the statistics of the gradients of the optimizer's last step, on the device; None without any."""
+        return self._entry(optimizer).stats
 
     @property
     def grad_norm(self) -> float:
@@ -344,9 +478,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if model is not None and not isinstance(model, Module):
             raise BadInput(f"census(): expected the model whose names to use, got {type(model).__name__}.")
-        return named_census(
-            [(entry.optimizer, entry.stats) for entry in self._entries if entry.stats is not None], model
-        )
+        entries = list(self._entries.values())
+        return named_census([(entry.optimizer(), entry.stats) for entry in entries if entry.stats is not None], model)
 
     def __repr__(self) -> str:
         # Printing must not sync with the device.
@@ -374,9 +507,9 @@ class GradScaler(torch.amp.GradScaler):
         self._saved_tally = (in_a_row, applied, skipped)
         self._unchecked_steps = 0
         # Steps since the last update() keep their result: as in torch, it updates the scale that is loaded here.
-        for entry in self._entries:
+        for entry in self._entries.values():
             if entry not in self._stepped:
-                entry.outcome = None
+                entry.result = None
         last = self._last if self._stepped else None
         self._forget()
         self._last = last
@@ -391,83 +524,50 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"collapses": True, **state})
+        super().__setstate__(state)
         self._process_group = None
         self._begin()
 
     # Internals
 
+    def _stage(self, entry: ScalerOptimizerState) -> OptState:
+        if not self._enabled:
+            return OptState.UNSCALED if entry.unscaled else OptState.READY
+        state = self._per_optimizer_states.get(entry.key)
+        return OptState.READY if state is None else state["stage"]
+
     def _check_without_scale(self, entry: ScalerOptimizerState) -> CheckedGradients | None:
         """With scaling off: return the earlier check of the gradients, or check them now if the guard is on."""
-        checked = entry.checked
+        checked, optimizer = entry.checked, entry.optimizer()
+        if entry.trusted:
+            return checked
         # After unscale_ the user may clip, which spreads a NaN and hides an inf: the check before that counts.
-        if checked is None or not entry.unscaled or checked.gradients.are_all_replaced_in(entry.optimizer):
+        if checked is not None and (not entry.unscaled or checked.gradients.are_all_replaced_in(optimizer)):
             checked = self._current_check(entry)
-        if checked is None and self._checks_gradients and hasattr(entry.optimizer, "param_groups"):
-            checked = self._check_gradients(entry)
+        if checked is None and (self._guard or self._divisor is not None) and hasattr(optimizer, "param_groups"):
+            checked = self._check_alone(entry)
         return checked
-
-    def _check_all(self, optimizers: Sequence[Optimizer], max_norm: float) -> None:
-        """Check gradients of several optimizers together, and clip them at the step: ``clip_``, for an engine.
-
-        Must be the first call of the iteration.
-        """
-        every = {self._entries.of(each): collect_gradients(each) for each in optimizers}
-        self._check_together(list(every), list(every.values()), max_norm)
-
-    def _abandon(self) -> None:
-        """Abandon the iteration after a step that failed."""
-        if self._enabled:
-            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        for entry in self._entries:
-            entry.reset()
-        self._stepped, self._iteration_over, self._extra_factor, self._extra_scalar = [], True, None, None
-
-    def _undo_backoff(self, outcome: StepResult) -> None:
-        """Between iterations: undo the backoff of this step, and restore the growth tracker from before it.
-
-        The step's numbers have arrived, and the scale is written on the device: no sync.
-        """
-        if outcome.backoff <= 1 or self._scale is None or self._growth_tracker is None:
-            return
-        self._scale.mul_(outcome.backoff)
-        self._growth_tracker.add_(outcome.clean_steps).clamp_(max=self._growth_interval - 1)
-
-    @property
-    def _checks_gradients(self) -> bool:
-        """Whether a step checks its gradients, if that was not done before."""
-        return self._enabled or self._guard or self._extra_factor is not None
-
-    def _outcome_of(self, optimizer: Optimizer) -> StepResult | None:
-        """Return the result of the optimizer's last step."""
-        return self._entries.of(optimizer).outcome
-
-    def _stage(self, optimizer: Optimizer) -> OptState:
-        if not self._enabled:
-            return OptState.UNSCALED if self._entries.of(optimizer).unscaled else OptState.READY
-        known = self._per_optimizer_states.get(id(optimizer))
-        return OptState.READY if known is None else known["stage"]
 
     def _current_check(self, entry: ScalerOptimizerState) -> CheckedGradients | None:
         """Return the check made by ``clip_`` if gradients are unchanged since; check again if they are not."""
-        checked = entry.checked
-        if checked is None or checked.gradients.are_unchanged_in(entry.optimizer):
+        checked, optimizer = entry.checked, entry.optimizer()
+        if checked is None or entry.trusted or checked.gradients.are_unchanged_in(optimizer):
             return checked
-        if checked.gradients.are_all_replaced_in(entry.optimizer):  # the requested clipping was for those
+        if checked.gradients.are_all_replaced_in(optimizer):  # the requested clipping was for those
             entry.checked = None
             return None
         if self._enabled and not checked.scaled:  # already unscaled by a step that then failed
             return checked
         if checked.alone:
-            return self._check_together([entry], [collect_gradients(entry.optimizer)], checked.max_norm)
+            return self._check_together([entry], [collect_gradients(optimizer)], checked.max_norm)
         raise RuntimeError(
             "gradients changed after clip_(), which covers other ranks or optimizers too. Call clip_() last."
         )
 
-    def _check_gradients(self, entry: ScalerOptimizerState, *, unscale: bool = False) -> CheckedGradients | None:
+    def _check_alone(self, entry: ScalerOptimizerState, *, unscale: bool = False) -> CheckedGradients | None:
         """Check the gradients; None without any. In a process group, a rank without gradients must take part too."""
-        gradients = collect_gradients(entry.optimizer)
-        if not len(gradients) and self._process_group is None:
+        gradients = collect_gradients(entry.optimizer())
+        if not gradients.values and self._process_group is None:
             return None
         if unscale:
             refuse_half(gradients)  # before they are written to
@@ -482,111 +582,98 @@ class GradScaler(torch.amp.GradScaler):
         unscale: bool = False,
     ) -> CheckedGradients:
         """Check gradients of one or several optimizers. Earlier statistics are freed first, to reuse their memory."""
-        for entry in self._entries if self._iteration_over else entries:
+        for entry in self._entries.values() if self._iteration_over else entries:
             entry.stats = None
         self._iteration_over = False
-        scale = self._multiplier()
-        home = first_device([entry.optimizer for entry in entries]) if scale is None else scale.device
+        scale = self._scale if self._enabled else None
+        if self._divisor is not None:
+            scale = self._divisor if scale is None else scale * to_device(self._divisor, scale.device)
+        home = first_device([entry.optimizer() for entry in entries]) if scale is None else scale.device
+        group = self._process_group
         all_checked = check_gradients(
-            every, scale, max_norm, home=home, process_group=self._process_group, unscale=unscale
+            every, scale, max_norm, home=home, process_group=group, unscale=unscale, loss=self._loss
         )
+        together = frozenset([entry.key for entry in entries])
         for entry, checked in zip(entries, all_checked, strict=True):
-            entry.checked, entry.stats = checked, checked.stats
-            checked.joint_with = frozenset(each.key for each in entries)
+            entry.checked, entry.stats, checked.joint_with = checked, checked.stats, together
             if self._enabled:
-                flags = {
-                    device: to_device(checked.decision.found_inf, device)
-                    for device in checked.gradients.devices or {home}
-                }
-                self._per_optimizer_states[id(entry.optimizer)]["found_inf_per_device"] = flags
+                values = checked.gradients.values
+                found_inf = checked.decision.found_inf
+                if checked.gradients.ordinary and values[0].device == found_inf.device:
+                    flags = {found_inf.device: found_inf}
+                else:
+                    flags = {device: to_device(found_inf, device) for device in {each.device for each in values}}
+                    flags = flags or {home: found_inf}
+                self._per_optimizer_states[entry.key]["found_inf_per_device"] = flags
                 entry.flags, entry.flag_versions = list(flags.values()), versions_of(flags.values())
         return all_checked[0]
-
-    def _multiplier(self) -> Tensor | None:
-        """Return what gradients in memory must be divided by; None for nothing."""
-        scale = self._scale if self._enabled else None
-        if self._extra_factor is None:
-            return scale
-        return self._extra_factor if scale is None else scale * to_device(self._extra_factor, scale.device)
-
-    def _include_user_flags(self, entry: ScalerOptimizerState, checked: CheckedGradients) -> None:
-        """Include found_inf flags that the user has added to ours, as torch does."""
-        given = list(self._found_inf_per_device(entry.optimizer).values())
-        if not entry.shows(given):
-            checked.decision = checked.decision.or_found(given)
-
-    def _other_flags(self, stepped: list[ScalerOptimizerState], states: Mapping[int, dict[str, Any]]) -> list[Tensor]:
-        """Return found_inf flags of optimizers that were not stepped, and flags the user added; all lower the scale."""
-        ours = {entry.key: entry for entry in stepped}
-        flags = [(key, list(state["found_inf_per_device"].values())) for key, state in states.items()]
-        return [flag for key, given in flags if key not in ours or not ours[key].shows(given) for flag in given]
 
     def _numbers_found(self, entry: ScalerOptimizerState) -> Tensor:
         """Return norm and found_inf for an optimizer that took the scaler itself, as far as it used it."""
         if entry.checked is not None:
-            return entry.checked.decision.numbers[:2]
+            return entry.checked.decision.numbers
         scale, _ = self._check_scale_growth_tracker("step")
-        found = [each.to(scale) for each in self._found_inf_per_device(entry.optimizer).values()]
+        found = [each.to(scale) for each in self._found_inf_per_device(entry.optimizer()).values()]
         worst = torch.stack(found).max() if found else torch.zeros_like(scale)
         return torch.stack([torch.full_like(scale, math.nan), worst])
 
     def _close(
-        self,
-        stepped: list[ScalerOptimizerState],
-        others: Iterable[Tensor] = (),
-        *,
-        move: bool = True,
-        loss: Tensor | None = None,
+        self, stepped: list[ScalerOptimizerState], further: Sequence[Tensor], *, move: bool, loss: Tensor | None
     ) -> None:
-        """Count steps, update the scale, and start copying the results. ``others``: further found_inf flags."""
-        outcomes = [entry.outcome for entry in stepped if entry.outcome is not None]
-        rows = [outcome.numbers for outcome in outcomes if outcome.numbers is not None]
-        rows += [torch.stack([torch.full_like(found, math.nan), found]) for found in others]
+        """Count steps, update the scale, and start copying the results. ``further``: further found_inf flags."""
+        results, rows = [], []
+        for entry in stepped:
+            if entry.result is not None:
+                results.append(entry.result)
+                if entry.result.numbers is not None:
+                    rows.append(entry.result.numbers[:2])
+        rows += [torch.stack([torch.full_like(found, math.nan), found]) for found in further]
         if not rows:
             return
-        before, self._posted = self._posted, self._post(self._advance(rows, len(outcomes), move, loss))
-        for index, outcome in enumerate(outcomes):
-            outcome.posted, outcome.place, outcome.scaled = self._posted, UpdateField.FIRST_OPTIMIZER + 2 * index, True
-        self._raise_if_stuck(before)
-
-    def _close_unscaled(self, entry: ScalerOptimizerState) -> None:
-        """Without scaling: start copying the result, and count the steps that have arrived. No sync."""
-        outcome = entry.outcome
-        assert outcome is not None
-        assert outcome.numbers is not None
-        outcome.posted = self._post(outcome.numbers)
-        if outcome.posted.captured:  # steps of a CUDA graph are not counted: the host does not see its replays
-            return
-        if self._unscaled_counts.add(outcome):
-            self._warn_if_stuck()
-
-    def _warn_if_stuck(self) -> None:
-        in_a_row = self._unscaled_counts.in_a_row
-        if in_a_row < SKIPS_BEFORE_WARNING:
-            self._warned = False
-        elif not self._warned:
-            self._warned = True
-            warn_about_skips(in_a_row, self.census())
-
-    def _post(self, facts: Tensor) -> AsyncScalars:
-        return (
-            AsyncScalars(facts)
-            if self._extra_scalar is None
-            else AsyncScalars(facts, to_device(self._extra_scalar, facts.device))
-        )
-
-    def _advance(self, rows: list[Tensor], stepped: int, move: bool, loss: Tensor | None) -> Tensor:
         scale, tracker = self._check_scale_growth_tracker("update")
-        limits = replace(
-            self._limits, growth=self._growth_factor, backoff=self._backoff_factor, interval=self._growth_interval
-        )
-        numbers = [to_device(row, scale.device) for row in rows]
         if self._tally is None:
             self._tally = new_counters(scale.device, *self._saved_tally)
-        outcomes = numbers[0].unsqueeze(0) if len(numbers) == 1 else torch.stack(numbers)
+        if len(rows) == 1:
+            numbers = to_device(rows[0], scale.device).unsqueeze(0)
+        else:
+            numbers = torch.stack([to_device(row, scale.device) for row in rows])
+        limits = replace(  # torch has setters for these three
+            self._limits, growth=self._growth_factor, backoff=self._backoff_factor, interval=self._growth_interval
+        )
+        forgives = loss is not None
+        loss = self._loss if loss is None else loss
         if loss is not None:
             loss = to_device(loss.detach(), scale.device)
-        return update_scale_(scale, tracker, self._tally, outcomes, stepped, limits, move=move, loss=loss)
+        facts = update_scale_(
+            scale, tracker, self._tally, numbers, len(results), limits, move=move, loss=loss, forgives=forgives
+        )
+        before, self._posted = self._posted, AsyncScalars(facts)
+        for index, result in enumerate(results):
+            result.posted, result.place, result.scaled = self._posted, UpdateField.FIRST_OPTIMIZER + 2 * index, True
+        # Raise if the scale collapsed; on a GPU by the previous step, whose numbers have arrived on all ranks.
+        if self.collapses and not self._posted.captured:
+            settled = before if self._posted.lags else self._posted
+            if settled is not None and settled.read()[UpdateField.STUCK]:
+                in_a_row = int(settled.read()[UpdateField.IN_A_ROW])
+                raise collapse_error(self._limits.floor, in_a_row, self.census())
+
+    def _close_unscaled(self, result: StepResult | None) -> None:
+        """Without scaling: start copying the result, and count the steps that have arrived. No sync."""
+        assert result is not None
+        assert result.numbers is not None
+        loss = None if len(result.numbers) == WITH_LOSS else self._loss
+        if loss is not None and loss.device != result.numbers.device:
+            loss = to_device(loss, result.numbers.device)
+        result.posted = AsyncScalars(result.numbers) if loss is None else AsyncScalars(result.numbers, loss)
+        if result.posted.captured:  # steps of a CUDA graph are not counted: the host does not see its replays
+            return
+        if self._unscaled_counts.add(result):
+            in_a_row = self._unscaled_counts.in_a_row
+            if in_a_row < SKIPS_BEFORE_WARNING:
+                self._warned = False
+            elif not self._warned:
+                self._warned = True
+                warn_about_skips(in_a_row, self.census())
 
     def _counts(self) -> tuple[int, int, int]:
         """Return overflows in a row, steps applied, steps skipped."""
@@ -601,40 +688,6 @@ class GradScaler(torch.amp.GradScaler):
             )
         return in_a_row, applied + self._unchecked_steps, skipped
 
-    def _raise_if_stuck(self, before: AsyncScalars | None) -> None:
-        """Raise if the scale collapsed. On a GPU this reads the previous step, whose numbers have arrived on all ranks.
-
-        Inside a CUDA graph capture it does nothing.
-        """
-        if self._posted is None or self._posted.captured or not self.collapses:
-            return
-        settled = before if self._posted.lags else self._posted
-        if settled is None or not settled.read()[UpdateField.STUCK]:
-            return
-        raise collapse_error(self._limits.floor, int(settled.read()[UpdateField.IN_A_ROW]), self.census())
-
-
-def _counted(tally: tuple[int, int, int]) -> StepCounts:
-    in_a_row, applied, skipped = tally
-    return StepCounts(applied, skipped, in_a_row)
-
-
-def _step_without_gradients(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Step a fused optimizer without gradients, which does nothing; for any other raise torch's error."""
-    if supports_amp_scaling(optimizer) and not len(collect_gradients(optimizer)):
-        return optimizer.step(*args, **kwargs)
-    raise AssertionError(
-        "No inf checks were recorded for this optimizer. None of its parameters has a gradient: was backward() "
-        "called, on a loss that depends on them, after the last zero_grad() and before unscale_()?"
-    )
-
-
-def _type_of(device: str | torch.device) -> str:
-    try:
-        return torch.device(device).type
-    except RuntimeError:
-        raise BadInput(f"GradScaler({device!r}): unknown device. Use 'cuda' or 'cpu'.") from None
-
 
 def _old_order(first: float, second: float) -> float:
     """Return the scale from arguments in the order of torch.cuda.amp.GradScaler, where it came first."""
@@ -648,18 +701,3 @@ def _old_order(first: float, second: float) -> float:
         stacklevel=3,
     )
     return float(first)
-
-
-def _checked_optimizers(given: Any) -> list[Optimizer]:
-    optimizers = list(given) if isinstance(given, Iterable) else [given]
-    if not optimizers or any(isinstance(each, Tensor) for each in optimizers):
-        raise BadInput("clip_() takes the optimizer, not its parameters: scaler.clip_(optimizer, max_norm).")
-    return list({id(each): each for each in optimizers}.values())  # without duplicates
-
-
-def _checked_norms(max_norm: Any, norm_type: Any) -> tuple[float, float]:
-    if not is_number(max_norm) or not max_norm > 0:
-        raise BadInput(f"clip_(max_norm={max_norm!r}): expected a number above 0; float('inf') only measures.")
-    if not is_number(norm_type):
-        raise BadInput(f"clip_(norm_type={norm_type!r}): expected a number, such as 2.0 or float('inf').")
-    return float(max_norm), float(norm_type)

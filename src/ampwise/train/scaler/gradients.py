@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -36,57 +36,63 @@ class OptimizerGradients:
     """Gradients of an optimizer's parameters, as tensors to read and to scale."""
 
     values: list[Tensor] = field(default_factory=list)  # dense and real; they share memory with ``.grad``
-    shards: dict[int, Any] = field(default_factory=dict)  # the DTensors among them, by position
-    ordinary: bool = False  # all on one device, contiguous, and of a dtype that needs no conversion
     seen: list[Tensor | None] = field(default_factory=list)  # ``.grad`` of every parameter
     versions: list[int] | None = field(default_factory=list)  # None: not known
+    ordinary: bool = False  # all on one device, contiguous, and of a dtype that needs no conversion
+    shards: dict[int, Any] = field(default_factory=dict)  # the DTensors among them, by position
 
     def __len__(self) -> int:
         return len(self.values)
 
-    @property
-    def devices(self) -> set[torch.device]:
-        return {value.device for value in (self.values[:1] if self.ordinary else self.values)}
-
     def belong_to(self, optimizer: Optimizer) -> bool:
         """Return whether no gradient was replaced, removed or added since these were collected."""
-        now = _all_of(optimizer)
+        now = _gradients_of(optimizer)
         return len(now) == len(self.seen) and all(map(is_, now, self.seen))
-
-    def record_versions(self) -> None:
-        """Record the current version of each gradient."""
-        self.versions = versions_of(self.values)
 
     def are_unchanged_in(self, optimizer: Optimizer) -> bool:
         """Return whether these are still the optimizer's gradients, and no torch operation changed them."""
-        if self.versions is None:
+        if self.versions is None or self.versions != versions_of(self.values):
             return False
-        return self.belong_to(optimizer) and self.versions == versions_of(self.values)
+        return self.belong_to(optimizer)
 
     def are_all_replaced_in(self, optimizer: Optimizer) -> bool:
         """Return whether all of them were replaced, as by zero_grad and another backward pass."""
-        now = _all_of(optimizer)
-        return not any(one is other for one, other in zip(now, self.seen, strict=False) if other is not None)
+        for now, before in zip(_gradients_of(optimizer), self.seen, strict=False):
+            if now is before and before is not None:
+                return False
+        return True
 
 
 def collect_gradients(optimizer: Optimizer) -> OptimizerGradients:
-    """Collect an optimizer's gradients. This runs at every step, so ordinary ones are checked in bulk."""
-    seen = _all_of(optimizer)
-    present = [gradient for gradient in seen if gradient is not None]
-    if not set(map(type, present)) <= {Tensor} or not _ordinary_kinds(present):
-        return _unusual(optimizer)
-    ordinary = (
-        bool(present)
-        and len({value.get_device() for value in present}) == 1
-        and all(value.is_contiguous() for value in present)
-    )
-    return OptimizerGradients(present, ordinary=ordinary, seen=seen, versions=versions_of(present))
+    """Collect an optimizer's gradients. This runs at every step: one loop, and no further calls for ordinary ones."""
+    seen = _gradients_of(optimizer)
+    values, devices, contiguous = [], set(), True
+    for gradient in seen:
+        if gradient is None:
+            continue
+        if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.dtype not in DTYPE_CODES:
+            return _collect_unusual(optimizer)
+        values.append(gradient)
+        devices.add(gradient.get_device())
+        contiguous = contiguous and gradient.is_contiguous()
+    return OptimizerGradients(values, seen, versions_of(values), ordinary=len(devices) == 1 and contiguous)
+
+
+def versions_of(values: Iterable[Tensor]) -> list[int] | None:
+    """Return the tensors' version counters; None if one has none."""
+    try:
+        return list(map(attrgetter("_version"), values))
+    except RuntimeError:  # tensors made in inference mode have none
+        return None
 
 
 def first_device(optimizers: Sequence[Optimizer]) -> torch.device:
     """Return the device of the first parameter."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return next((parameter.device for group in groups for parameter in group["params"]), torch.device("cpu"))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                return parameter.device  # type: ignore[no-any-return]
+    return torch.device("cpu")
 
 
 def refuse_half(gradients: OptimizerGradients) -> None:
@@ -120,15 +126,7 @@ def _by_kind(values: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype],
     return by_kind
 
 
-def versions_of(values: Iterable[Tensor]) -> list[int] | None:
-    """Return the tensors' version counters; None if one has none."""
-    try:
-        return [value._version for value in values]
-    except RuntimeError:  # tensors made in inference mode have none
-        return None
-
-
-def _all_of(optimizer: Any) -> list[Tensor | None]:
+def _gradients_of(optimizer: Any) -> list[Tensor | None]:
     try:
         groups = optimizer.param_groups
     except AttributeError:
@@ -136,13 +134,7 @@ def _all_of(optimizer: Any) -> list[Tensor | None]:
     return [parameter.grad for group in groups for parameter in group["params"]]
 
 
-def _ordinary_kinds(gradients: list[Tensor]) -> bool:
-    return {value.layout for value in gradients} <= {torch.strided} and {
-        value.dtype for value in gradients
-    } <= DTYPE_CODES.keys()
-
-
-def _unusual(optimizer: Optimizer) -> OptimizerGradients:
+def _collect_unusual(optimizer: Optimizer) -> OptimizerGradients:
     """Collect gradients one by one: some may be shards, sparse, complex, or of a dtype that needs conversion."""
     found = OptimizerGradients()
     for group in optimizer.param_groups:

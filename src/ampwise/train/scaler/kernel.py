@@ -1,7 +1,7 @@
 """The scalar arithmetic at the end of a step, in one launch each: the step decision, and the next scale.
 
 As torch operations these would be a dozen launches on a few numbers, which on a small model cost more than reading the
-gradients once saves. ``step_decision.py`` and ``loss_scale.py`` define what these kernels must compute.
+gradients once saves. ``grad_stats.py`` and ``loss_scale.py`` define what these kernels must compute.
 """
 
 # Constants of a Triton kernel are arguments in capitals, and its branches are taken when it is compiled.
@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ampwise.numbers.census.count_row import INFS, NANS, SINGLE
-from ampwise.numbers.census.launch import PendingCensus, launching_on
-from ampwise.train.scaler.loss_scale import MAX_FORGIVEN, ScaleLimits, UpdateField, in_fp32
-from ampwise.train.scaler.step_decision import CLIP_EPSILON, StepDecision
+from ampwise.numbers.census.count_row import INFS, NANS
+from ampwise.numbers.census.launch import COLUMNS, PendingCensus, launch
+from ampwise.train.scaler.grad_stats import CLIP_EPSILON, WITH_LOSS, StepDecision, in_fp32
+from ampwise.train.scaler.loss_scale import MAX_FORGIVEN, ScaleLimits, UpdateField
 
 __all__ = ["launch_decision", "launch_decision_from_totals", "launch_totals", "launch_update_scale_"]
 
@@ -68,7 +68,7 @@ def totals_kernel(
 
 
 @triton.jit
-def _judge(squares, infinities, nans, scale, verdict, max_norm, SCALED: tl.constexpr):
+def _judge(squares, infinities, nans, scale, verdict, max_norm, loss, SCALED: tl.constexpr, HAS_LOSS: tl.constexpr):
     norm = tl.sqrt(squares)
     one = tl.full((), 1.0, tl.float64)
     # Without clipping, the quotient of two infinities would be NaN.
@@ -83,27 +83,31 @@ def _judge(squares, infinities, nans, scale, verdict, max_norm, SCALED: tl.const
     tl.store(verdict + 1, tl.where(bad, 1.0, 0.0))
     tl.store(verdict + 2, tl.where(bad, 1.0, divisor).to(tl.float32))
     tl.store(verdict + 3, tl.where(bad, plain.to(tl.float32), grad_scale))
+    tl.store(verdict + 4, tl.where(bad, 0.0, 1.0))
+    if HAS_LOSS:
+        tl.store(verdict + 5, tl.load(loss))
 
 
 @triton.jit
 def judge_kernel(
-    table, sums, scale, verdict, max_norm, tensors, chunks, ROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr
-):
+    table, sums, scale, verdict, max_norm, loss, tensors, chunks,
+    ROW: tl.constexpr, SCALED: tl.constexpr, HAS_LOSS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Compute totals and decision for gradients that no other rank has a part of."""
     squares, infinities, nans = _add_up(table, sums, sums, sums, tensors, chunks, ROW, False, BLOCK)
-    _judge(squares, infinities, nans, scale, verdict, max_norm, SCALED)
+    _judge(squares, infinities, nans, scale, verdict, max_norm, loss, SCALED, HAS_LOSS)
 
 
 @triton.jit
 def judge_totals_kernel(totals, scale, verdict, max_norm, SCALED: tl.constexpr):
     """Compute the decision from totals that are summed over ranks."""
-    _judge(tl.load(totals), tl.load(totals + 1), tl.load(totals + 2), scale, verdict, max_norm, SCALED)
+    _judge(tl.load(totals), tl.load(totals + 1), tl.load(totals + 2), scale, verdict, max_norm, verdict, SCALED, False)
 
 
 @triton.jit
 def advance_kernel(
     scale, tracker, tally, outcomes, limits, facts, loss, optimizers, stepped, interval, hysteresis,
-    MOVE: tl.constexpr, HAS_LOSS: tl.constexpr,
+    MOVE: tl.constexpr, HAS_LOSS: tl.constexpr, FORGIVES: tl.constexpr,
 ):  # fmt: skip
     """Update the scale after a step. ``limits``: growth, backoff, floor, ceiling in FP64."""
     overflows = 0
@@ -126,6 +130,8 @@ def advance_kernel(
     bad_losses = tl.load(tally + 3)
     if HAS_LOSS:
         value = tl.load(loss).to(tl.float64)
+        tl.store(facts + _OUTCOMES + 2 * optimizers, value)
+    if FORGIVES:
         loss_is_bad = overflowed & (value - value != 0)
         bad_losses += loss_is_bad.to(tl.int64)
         forgiven = loss_is_bad & (bad_losses <= _FORGIVEN)
@@ -170,35 +176,39 @@ def launch_totals(counted: PendingCensus, weights: tuple[float, ...] | None) -> 
     buffer, batch = counted.buffer, counted.batch
     totals = torch.empty(3, dtype=torch.float64, device=buffer.device)
     on_device = None if weights is None else _on_device(weights, buffer.device)
-    with launching_on(buffer.device):
-        totals_kernel[(1,)](
-            buffer, counted.sums, batch.plan.owners, totals if on_device is None else on_device, totals,
-            len(batch.plan.chunks), len(batch.plan.owners),
-            ROW=SINGLE.columns, WEIGHTED=on_device is not None, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+    launch(
+        totals_kernel, 1, buffer.device,
+        buffer, counted.sums, batch.plan.owners, totals if on_device is None else on_device, totals,
+        len(batch.plan.chunks), batch.plan.programs,
+        ROW=COLUMNS, WEIGHTED=on_device is not None, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
     return totals
 
 
-def launch_decision(counted: PendingCensus, scale: Tensor | None, max_norm: float) -> StepDecision:
-    """Return the decision for a count that covers all gradients."""
+def launch_decision(
+    counted: PendingCensus, scale: Tensor | None, max_norm: float, loss: Tensor | None = None
+) -> StepDecision:
+    """Return the decision for a count that covers all gradients, with the loss as its last number if it is FP32."""
     buffer, plan = counted.buffer, counted.batch.plan
-    numbers = torch.empty(4, dtype=torch.float32, device=buffer.device)
-    with launching_on(buffer.device):
-        judge_kernel[(1,)](
-            buffer, counted.sums, numbers if scale is None else scale, numbers, float(max_norm),
-            len(plan.chunks), len(plan.owners),
-            ROW=SINGLE.columns, SCALED=scale is not None, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+    if loss is not None and (loss.dtype != torch.float32 or loss.device != buffer.device):
+        loss = None
+    numbers = torch.empty(5 if loss is None else WITH_LOSS, dtype=torch.float32, device=buffer.device)
+    launch(
+        judge_kernel, 1, buffer.device,
+        buffer, counted.sums, numbers if scale is None else scale, numbers, float(max_norm),
+        numbers if loss is None else loss, len(plan.chunks), plan.programs,
+        ROW=COLUMNS, SCALED=scale is not None, HAS_LOSS=loss is not None, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
     return StepDecision(numbers)
 
 
 def launch_decision_from_totals(totals: Tensor, scale: Tensor | None, max_norm: float) -> StepDecision:
     """Return the decision for totals."""
-    numbers = torch.empty(4, dtype=torch.float32, device=totals.device)
-    with launching_on(totals.device):
-        judge_totals_kernel[(1,)](
-            totals, numbers if scale is None else scale, numbers, float(max_norm), SCALED=scale is not None, num_warps=1
-        )
+    numbers = torch.empty(5, dtype=torch.float32, device=totals.device)
+    launch(
+        judge_totals_kernel, 1, totals.device,
+        totals, numbers if scale is None else scale, numbers, float(max_norm), SCALED=scale is not None, num_warps=1,
+    )  # fmt: skip
     return StepDecision(numbers)
 
 
@@ -212,17 +222,19 @@ def launch_update_scale_(
     *,
     move: bool,
     loss: Tensor | None = None,
+    forgives: bool = True,
 ) -> Tensor:
     """Update the scale after a step in one launch; return the facts."""
     count = len(outcomes)
     bounds = (limits.growth, limits.backoff, in_fp32(limits.floor), in_fp32(limits.ceiling))
-    facts = torch.empty(UpdateField.FIRST_OPTIMIZER + 2 * count, dtype=torch.float64, device=scale.device)
-    with launching_on(scale.device):
-        advance_kernel[(1,)](
-            scale, growth_tracker, tally, outcomes, _on_device(bounds, scale.device), facts,
-            scale if loss is None else loss, count, stepped, limits.interval, limits.hysteresis,
-            MOVE=move, HAS_LOSS=loss is not None, num_warps=1,
-        )  # fmt: skip
+    length = UpdateField.FIRST_OPTIMIZER + 2 * count + (loss is not None)
+    facts = torch.empty(length, dtype=torch.float64, device=scale.device)
+    launch(
+        advance_kernel, 1, scale.device,
+        scale, growth_tracker, tally, outcomes, _on_device(bounds, scale.device), facts,
+        scale if loss is None else loss, count, stepped, limits.interval, limits.hysteresis,
+        MOVE=move, HAS_LOSS=loss is not None, FORGIVES=loss is not None and forgives, num_warps=1,
+    )  # fmt: skip
     return facts
 
 

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -16,14 +17,16 @@ from torch import Tensor
 
 from ampwise.errors import BadInput
 from ampwise.numbers.census.kernels import has_kernels
+from ampwise.train.scaler.grad_stats import in_fp32
 
 __all__ = [
+    "COUNT_KEYS",
     "MAX_FORGIVEN",
     "CounterField",
     "ScaleLimits",
     "ScaleState",
     "UpdateField",
-    "in_fp32",
+    "checked_state",
     "is_number",
     "new_counters",
     "update_scale_",
@@ -34,14 +37,13 @@ LARGEST = torch.finfo(torch.float32).max
 # batches: the scale then falls to its minimum, where it is reported.
 MAX_FORGIVEN = 30
 
+TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+MOST = 2**31  # torch's counters are int32
+COUNT_KEYS = ("overflows_in_a_row", "applied_steps", "skipped_steps")  # added by ampwise; torch's states lack them
+
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def in_fp32(number: float) -> float:
-    """Round a number to FP32; infinity if it is out of range."""
-    return ctypes.c_float(number).value
 
 
 class CounterField(IntEnum):
@@ -129,22 +131,25 @@ def update_scale_(
     *,
     move: bool = True,
     loss: Tensor | None = None,
+    forgives: bool = True,
 ) -> Tensor:
-    """Update scale and counters after a step, and return the numbers indexed by ``UpdateField``.
+    """Update scale and counters after a step, and return the numbers indexed by ``UpdateField``, and the loss if given.
 
     ``outcomes`` has a row for each optimizer: norm and found_inf. An overflow of any of them lowers the scale, unless
-    the ``loss`` is given and is not finite itself, for at most MAX_FORGIVEN steps in a row. The first ``stepped`` rows
-    are counted. With ``move`` false, the scale stays.
+    it ``forgives`` and the loss is not finite itself, for at most MAX_FORGIVEN steps in a row. The first ``stepped``
+    rows are counted. With ``move`` false, the scale stays.
     """
     if scale.is_cuda and has_kernels():
         from ampwise.train.scaler.kernel import launch_update_scale_
 
-        return launch_update_scale_(scale, growth_tracker, tally, outcomes, stepped, limits, move=move, loss=loss)
+        return launch_update_scale_(
+            scale, growth_tracker, tally, outcomes, stepped, limits, move=move, loss=loss, forgives=forgives
+        )
     found = [row[1] > 0 for row in outcomes.tolist()]
     in_a_row, applied, skipped, bad_losses = tally.tolist()
     before = now = ScaleState(scale.item(), int(growth_tracker.item()), in_a_row)
     stuck = False
-    loss_is_bad = any(found) and loss is not None and not math.isfinite(loss.item())
+    loss_is_bad = any(found) and forgives and loss is not None and not math.isfinite(loss.item())
     bad_losses = bad_losses + loss_is_bad if any(found) else 0
     if move and not (loss_is_bad and bad_losses <= MAX_FORGIVEN):
         now, stuck = now.after(any(found), limits)
@@ -154,7 +159,10 @@ def update_scale_(
     counts = [now.in_a_row, applied + stepped - skips, skipped + skips]
     tally.copy_(torch.tensor([*counts, bad_losses], device=tally.device))
     facts = [scale.item(), now.growth_tracker, *counts, stuck, before.scale, before.growth_tracker]
-    return torch.tensor(facts + outcomes.flatten().tolist(), dtype=torch.float64, device=scale.device)
+    facts += outcomes.flatten().tolist()
+    if loss is not None:
+        facts.append(loss.item())
+    return torch.tensor(facts, dtype=torch.float64, device=scale.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,22 +175,47 @@ class ScaleState:
 
     def after(self, overflowed: bool, limits: ScaleLimits) -> tuple[ScaleState, bool]:
         """Return the state after a step, and whether the scale would have gone below its minimum."""
-        if overflowed:
-            return self._lowered(limits)
-        calm = self.growth_tracker + 1
-        if calm != limits.interval:
-            return ScaleState(self.scale, calm, 0), False
-        # As in torch, the scale does not grow beyond FP32's range; a scale set above the maximum stays.
-        grown = in_fp32(self.scale * limits.growth)
-        return ScaleState(
-            max(self.scale, min(grown, in_fp32(limits.ceiling))) if math.isfinite(grown) else self.scale, 0, 0
-        ), False
-
-    def _lowered(self, limits: ScaleLimits) -> tuple[ScaleState, bool]:
+        if not overflowed:
+            calm = self.growth_tracker + 1
+            if calm != limits.interval:
+                return ScaleState(self.scale, calm, 0), False
+            # As in torch, the scale does not grow beyond FP32's range; a scale set above the maximum stays.
+            grown = in_fp32(self.scale * limits.growth)
+            grown = max(self.scale, min(grown, in_fp32(limits.ceiling))) if math.isfinite(grown) else self.scale
+            return ScaleState(grown, 0, 0), False
         in_a_row = self.in_a_row + 1
         if in_a_row < limits.hysteresis:
             return ScaleState(self.scale, 0, in_a_row), False
         # An overflow does not raise a scale that the user has set below the minimum.
         floor = in_fp32(limits.floor)
-        less = min(self.scale, max(in_fp32(self.scale * limits.backoff), floor))
-        return ScaleState(less, 0, in_a_row), self.scale <= floor
+        lowered = min(self.scale, max(in_fp32(self.scale * limits.backoff), floor))
+        return ScaleState(lowered, 0, in_a_row), self.scale <= floor
+
+
+def checked_state(state: Any, limits: ScaleLimits) -> dict[str, Any]:
+    """Return the state as plain numbers; raise BadInput if it is invalid, before anything is loaded."""
+    if not isinstance(state, Mapping):
+        raise BadInput(f"load_state_dict(): not the state of a GradScaler. Got {type(state).__name__}.")
+    if missing := [key for key in TORCH_KEYS if key not in state]:
+        inside = [key for key, value in state.items() if isinstance(value, Mapping) and "growth_factor" in value]
+        hint = f"Try state[{inside[0]!r}]." if inside else f"Missing: {', '.join(missing)}."
+        raise BadInput(f"load_state_dict(): not the state of a GradScaler. {hint}")
+    numbers = {}
+    for key in (*TORCH_KEYS, *COUNT_KEYS):
+        if key in state:
+            value = state[key]
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = value.item()
+            if not is_number(value) or not abs(value) <= sys.float_info.max:
+                raise BadInput(f"load_state_dict(): {key}={value!r}: expected a finite number.")
+            numbers[key] = value
+    limits.checked_scale(numbers["scale"], "load_state_dict()")
+    if not numbers["growth_factor"] > 1:
+        raise BadInput(f"load_state_dict(): growth_factor={numbers['growth_factor']}: expected a number above 1.")
+    if not 0 < numbers["backoff_factor"] < 1:
+        raise BadInput(f"load_state_dict(): backoff_factor={numbers['backoff_factor']}: expected a number from 0 to 1.")
+    for key in ("growth_interval", "_growth_tracker", *COUNT_KEYS):
+        least = int(key == "growth_interval")
+        if key in numbers and not (least <= numbers[key] < MOST and numbers[key] == int(numbers[key])):
+            raise BadInput(f"load_state_dict(): {key}={numbers[key]}: expected a whole number, {least} or more.")
+    return numbers

@@ -58,7 +58,16 @@ def advise(
     elif params is not None:
         raise BadInput("advise(): give either a model or params; a model's parameters are counted.")
     else:
-        facts = _read(model)
+        try:
+            from ampwise.tune.advise.read_model import read
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise MissingDependency(
+                "advise needs torch to inspect a model: pip install 'ampwise[torch]'. "
+                "Or give its size and kind: --params 124M --arch transformer."
+            ) from error
+        facts = read(model)
         facts = facts if arch is None else replace(facts, kind=arch, guessed=False)
     choice = PrecisionChoice(
         target=target,
@@ -70,16 +79,3 @@ def advise(
         measured=measured,
     )
     return decide(choice)
-
-
-def _read(model: Any) -> ModelFacts:
-    try:
-        from ampwise.tune.advise.read_model import read
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise MissingDependency(
-            "advise needs torch to inspect a model: pip install 'ampwise[torch]'. "
-            "Or give its size and kind: --params 124M --arch transformer."
-        ) from error
-    return read(model)

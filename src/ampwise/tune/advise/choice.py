@@ -10,10 +10,10 @@ from ampwise.errors import BadInput, UnknownName
 from ampwise.finding import Finding, Place, Rule
 from ampwise.hardware.catalog import COMMON_FORMATS
 from ampwise.hardware.target import Target
-from ampwise.rules.amp5xx_speed.verdict import SpeedVerdict, verdict_of
 from ampwise.tune.advise.claims import HALVES, IDEAS
 from ampwise.tune.advise.model import KINDS, ModelFacts
 from ampwise.tune.advise.symptoms import SYMPTOMS
+from ampwise.tune.compare.verdict import SpeedVerdict, verdict_of
 
 __all__ = ["MEASURED", "ExpectedGain", "LossScaling", "PrecisionChoice", "parse_scaling"]
 

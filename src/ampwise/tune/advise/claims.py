@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding
+from ampwise.finding.registry import find_rule, run_checks
 from ampwise.numbers.formats import find_scalar_format
-from ampwise.rules import find_rule, run_checks
 
 if TYPE_CHECKING:
     from ampwise.tune.advise.choice import PrecisionChoice
@@ -159,12 +159,6 @@ def _small_gain(choice: PrecisionChoice) -> str:
     gain = choice.gain(want)
     expected = f"{'little' if gain is None else f'{gain.text} at best'} from {want.upper()}"
     return f"{choice.model.title} gains {expected}: its time goes into kernel launches, not matmuls"
-
-
-def _is_prototype(choice: PrecisionChoice) -> bool:
-    want, target = choice.want, choice.target
-    prototype = want in ("mxfp8", "mxfp4", "nvfp4") or (want == "fp8" and target.kind not in ("cuda", None))
-    return prototype and target.has(want or "") is not False
 
 
 def _manual_scale(choice: PrecisionChoice) -> str:
@@ -340,7 +334,13 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         rule="format-not-ready",
-        when=_is_prototype,
+        when=lambda choice: (
+            (
+                choice.want in ("mxfp8", "mxfp4", "nvfp4")
+                or (choice.want == "fp8" and choice.target.kind not in ("cuda", None))
+            )
+            and choice.target.has(choice.want) is not False
+        ),
         fact="training in {want} on {choice.target.name} is only a prototype in torch's libraries, or needs the "
         "vendor's own",
         costs={"{want}": "weeks of experiments", "BF16": "none"},

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from ampwise.finding import Finding
 from ampwise.hardware.cpu import FEATURES
-from ampwise.rules.amp5xx_speed.verdict import DEFINITELY, OPTIONAL, USE, SpeedVerdict, verdict_of
 from ampwise.tune.advise.advice import Advice, AdviceReason, Compile, LossScale, Switch
 from ampwise.tune.advise.choice import MEASURED, MEASURED_COMPILED, ExpectedGain, PrecisionChoice
 from ampwise.tune.advise.claims import HALVES, IDEAS, objections
 from ampwise.tune.advise.kept import kept_in_fp32
 from ampwise.tune.advise.snippets import snippets
 from ampwise.tune.advise.symptoms import triage
+from ampwise.tune.compare.verdict import DEFINITELY, OPTIONAL, USE, SpeedVerdict, verdict_of
 
 __all__ = ["decide"]
 
@@ -61,6 +61,11 @@ def decide(asked: PrecisionChoice) -> Advice:
         findings = [finding for finding in findings if "refuses" in finding.evidence]
         messages = {finding.message for finding in findings}
         findings += [finding for finding in objections(choice) if finding.message not in messages]
+
+    def order(finding: Finding) -> tuple[bool, bool, int, str]:
+        code = finding.rule.code
+        return (finding.evidence["answer"] != "no", code not in HARDWARE, finding.severity.rank, code)
+
     kept = kept_in_fp32(choice, precision)
     tf32 = _tf32(choice, precision)
     by_hand, with_engine = snippets(choice, precision, kept, tf32.lines)
@@ -77,15 +82,10 @@ def decide(asked: PrecisionChoice) -> Advice:
         speedup_why=_speedup_why(choice, precision, gain),
         triage=triage(choice, precision),
         changes=tuple(_changes(choice, precision)),
-        findings=tuple(sorted(findings, key=_order)),
+        findings=tuple(sorted(findings, key=order)),
         by_hand=by_hand,
         with_engine=with_engine,
     )
-
-
-def _order(finding: Finding) -> tuple[bool, bool, int, str]:
-    code = finding.rule.code
-    return (finding.evidence["answer"] != "no", code not in HARDWARE, finding.severity.rank, code)
 
 
 def _reasons(choice: PrecisionChoice, precision: str) -> Iterator[AdviceReason]:
@@ -97,7 +97,15 @@ def _reasons(choice: PrecisionChoice, precision: str) -> Iterator[AdviceReason]:
     if target.memory is not None and (model.state_bytes or 0) > 0.1 * target.memory.value:
         share = f"model and optimizer take {model.state} of its {target.memory_text}"
         yield AdviceReason(f"{share}, in every precision (16 bytes per parameter with Adam)", "derived")
-    yield from _of_model(choice, precision)
+    title = model.title + (" (a guess, from its modules)" if model.guessed else "")
+    if model.small:
+        yield AdviceReason(f"{title}: too small to gain much from 16 bits", "derived")
+    elif model.kind == "cnn" and target.has("tf32") and target.kind == "cuda":
+        yield AdviceReason(f"{title}: its convolutions already run in TF32, so 16 bits gain less", "rule")
+    elif model.kind is not None:
+        fits = {"fp16": "; no layer may exceed 65504", "bf16": "; it benefits most from FP32's range"}
+        extra = fits.get(precision, "") if model.kind in ("transformer", "moe", "diffusion") else ""
+        yield AdviceReason(title + extra, "rule")
     yield AdviceReason(OF_THE_FORMAT[precision], "rule")
     if choice.measured is not None:
         verdict = VERDICTS[verdict_of(choice.measured)]
@@ -116,19 +124,6 @@ def _reasons(choice: PrecisionChoice, precision: str) -> Iterator[AdviceReason]:
     elif choice.scales("dynamic"):
         right = "is what FP16 needs" if scaled else f"is for FP16; {precision.upper()} needs none"
         yield AdviceReason(f"a GradScaler {right}", "rule")
-
-
-def _of_model(choice: PrecisionChoice, precision: str) -> Iterator[AdviceReason]:
-    target, model = choice.target, choice.model
-    title = model.title + (" (a guess, from its modules)" if model.guessed else "")
-    if model.small:
-        yield AdviceReason(f"{title}: too small to gain much from 16 bits", "derived")
-    elif model.kind == "cnn" and target.has("tf32") and target.kind == "cuda":
-        yield AdviceReason(f"{title}: its convolutions already run in TF32, so 16 bits gain less", "rule")
-    elif model.kind is not None:
-        fits = {"fp16": "; no layer may exceed 65504", "bf16": "; it benefits most from FP32's range"}
-        extra = fits.get(precision, "") if model.kind in ("transformer", "moe", "diffusion") else ""
-        yield AdviceReason(title + extra, "rule")
 
 
 def _of_device(choice: PrecisionChoice, precision: str) -> AdviceReason:
@@ -230,8 +225,14 @@ def _changes(choice: PrecisionChoice, precision: str) -> Iterator[str]:
         yield "Results worse than in FP32: FP16 has three more bits, and a GradScaler."
     if precision in HALVES and choice.measured is None:
         yield f"`ampwise compare {choice.subject}` below 1.1: stay in {target.wide.upper()}."
-    if precision in ("fp32", "tf32") and not choice.exact:
-        yield from _for_16_bits(choice)
+    if precision in ("fp32", "tf32") and not choice.exact:  # what would make it 16 bits
+        if target.half is None and target.known:
+            yield "A device with 16-bit tensor cores: name it with --gpu."
+        elif choice.half is not None:
+            half = choice.half.upper()
+            yield f"`ampwise compare {choice.subject}` above 1.1, or activations that do not fit: {half}."
+        elif choice.stays_wide:
+            yield "Activations that do not fit: 16 bits, only to save memory."
     if precision == "bf16" and target.kind == "cuda" and target.has("fp8") and (model.parameters or 0) >= WORTH_FP8:
         yield "FP8 measured faster than compiled BF16 on this model: FP8."
     if model.parameters is None or model.kind is None:
@@ -239,13 +240,3 @@ def _changes(choice: PrecisionChoice, precision: str) -> Iterator[str]:
     if precision in ("fp16", "auto"):
         wider = "" if target.has("bf16") is False else ", or BF16 where it has tensor cores"
         yield f"NaN that a replay in FP32 does not reproduce: keep the module it names in FP32{wider}."
-
-
-def _for_16_bits(choice: PrecisionChoice) -> Iterator[str]:
-    if choice.target.half is None and choice.target.known:
-        yield "A device with 16-bit tensor cores: name it with --gpu."
-    elif choice.half is not None:
-        half = choice.half.upper()
-        yield f"`ampwise compare {choice.subject}` above 1.1, or activations that do not fit: {half}."
-    elif choice.stays_wide:
-        yield "Activations that do not fit: 16 bits, only to save memory."

@@ -68,7 +68,25 @@ CUSTOM_LOSS = KeptPart(
 
 def kept_in_fp32(choice: PrecisionChoice, precision: str) -> tuple[KeptPart, ...]:
     """Return nothing for FP32 and TF32, which are FP32 throughout."""
-    return () if precision in ("fp32", "tf32") else (*_by_autocast(choice), *_by_user(choice, precision), CUSTOM_LOSS)
+    if precision in ("fp32", "tf32"):
+        return ()
+    model, kept = choice.model, [*_by_autocast(choice)]
+    for kind, (what, why, how) in SENSITIVE.items():
+        part, by_policy = model.part(kind), kind in BY_POLICY
+        if part is not None:
+            sensitive = KeptPart(
+                what=f"{what}: {part.listed}",
+                why=why,
+                how="by the policy" if by_policy else how,
+                patterns=part.patterns if by_policy else (),
+                modules=part.modules,
+            )
+            kept.append(sensitive)
+        elif kind == "router" and model.read:
+            continue  # it was looked for, and there is none
+        elif kind == HAS.get(model.kind or "", model.kind) and (kind != "diffusion" or precision == "fp16"):
+            kept.append(KeptPart(what=what, why=why, how=how))
+    return (*kept, CUSTOM_LOSS)
 
 
 def _by_autocast(choice: PrecisionChoice) -> Iterator[KeptPart]:
@@ -105,21 +123,3 @@ def _by_autocast(choice: PrecisionChoice) -> Iterator[KeptPart]:
             by_itself=True,
             modules=parts.get("batch norm", ()),
         )
-
-
-def _by_user(choice: PrecisionChoice, precision: str) -> Iterator[KeptPart]:
-    model = choice.model
-    for kind, (what, why, how) in SENSITIVE.items():
-        part, by_policy = model.part(kind), kind in BY_POLICY
-        if part is not None:
-            yield KeptPart(
-                what=f"{what}: {part.listed}",
-                why=why,
-                how="by the policy" if by_policy else how,
-                patterns=part.patterns if by_policy else (),
-                modules=part.modules,
-            )
-        elif kind == "router" and model.read:
-            continue  # it was looked for, and there is none
-        elif kind == HAS.get(model.kind or "", model.kind) and (kind != "diffusion" or precision == "fp16"):
-            yield KeptPart(what=what, why=why, how=how)

@@ -19,6 +19,7 @@ __all__ = ["read", "read_module"]
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
+ATTENTION = ("attn", "attention", "self_attn")
 ROUTERS = frozenset({"router", "gate", "gating", "switch", "wg"})
 EXPERTS = frozenset({"experts", "expert"})
 HEADS = frozenset({"lm_head", "head", "classifier", "output_projection", "logits"})
@@ -94,17 +95,16 @@ def _kind(modules: dict[str, nn.Module], parts: Iterable[ModelPart]) -> str | No
         "contrastive": "temperature" in kinds,
         "diffusion": bool(tails & TIME_STEPS),
         "cnn": weights(nn.modules.conv._ConvNd) > weights(nn.Linear),
-        "transformer": any(map(_attends, modules.values())),
+        "transformer": any(
+            isinstance(module, nn.MultiheadAttention)
+            or any(word in type(module).__name__.lower() for word in ("attention", "transformer"))
+            or any(_tail(child).startswith(ATTENTION) for child, _ in module.named_children())
+            for module in modules.values()
+        ),
         "rnn": any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in modules.values()),
         "mlp": any(isinstance(module, nn.Linear) for module in modules.values()),
     }
     return next((kind for kind, fit in fits.items() if fit), None)
-
-
-def _attends(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    named = any(_tail(child).startswith(("attn", "attention", "self_attn")) for child, _ in module.named_children())
-    return isinstance(module, nn.MultiheadAttention) or "attention" in name or "transformer" in name or named
 
 
 def _patterns(found: Collection[str], modules: Iterable[str]) -> tuple[str, ...]:

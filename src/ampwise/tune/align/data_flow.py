@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,12 @@ from torch import nn
 
 from ampwise.tune.align.module_source import (
     ForwardSource,
+    follow_path,
     is_self_attribute,
     paths_not_only_called,
     read_forward,
     words_on_unknown_objects,
 )
-from ampwise.tune.align.weight_readers import follow_path
 
 __all__ = ["Chain", "find_chains", "has_hooks", "modules_taken_apart"]
 
@@ -58,7 +58,14 @@ def find_chains(module: nn.Module) -> Iterator[Chain]:
     if "forward" in vars(module):  # replaced on the instance
         return
     if type(module) is nn.Sequential:
-        yield from _in_sequence(list(module))
+        source: nn.Module | None = None
+        for child in module:
+            if source is not None and _is_sink(child):
+                yield Chain((source,), child)
+            if _is_source(child):
+                source = child
+            elif not _keeps_zero(child):
+                source = None
         return
     kind: Any = type(module)
     code = read_forward(kind)
@@ -75,12 +82,10 @@ def modules_taken_apart(module: nn.Module) -> Iterator[nn.Module]:
         if isinstance(used, nn.Module):
             if path:
                 yield used
-            yield from (inner for inner in used.modules() if inner is not module and _may_be_accessed(inner, words))
-
-
-def _may_be_accessed(module: nn.Module, words: Set[str]) -> bool:
-    """Whether code with these words may access the children of a module."""
-    return not words.isdisjoint(module._modules) or ("[" in words and isinstance(module, nn.Sequential))
+            for inner in used.modules():  # whose children code with these words may access
+                indexed = "[" in words and isinstance(inner, nn.Sequential)
+                if inner is not module and (indexed or not words.isdisjoint(inner._modules)):
+                    yield inner
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -103,17 +108,17 @@ def _wraps_zero_preserving_function(module: nn.Module) -> bool:
     """Whether its forward is just ``return F.silu(input)``, or calls such a function held in an attribute."""
     kind: Any = type(module)
     code = read_forward(kind)
-    last = code.tree.body[-1] if code is not None and len(code.tree.body) == 1 else None
-    call = last.value if isinstance(last, ast.Return) else None
-    if code is None or not isinstance(call, ast.Call) or not _has_one_argument(call):
+    if code is None or len(code.tree.body) != 1 or len(code.tree.args.args) != 2:
         return False
-    taken = [each.arg for each in code.tree.args.args]
+    call = getattr(code.tree.body[0], "value", None)
+    if not isinstance(code.tree.body[0], ast.Return) or not isinstance(call, ast.Call) or not _has_one_argument(call):
+        return False
     argument, called = call.args[0], call.func
     function = _resolved(called, code.names)
     if isinstance(called, ast.Attribute) and is_self_attribute(called, code.receiver):
         function = vars(module).get(called.attr)
     keeps = getattr(function, "func", function) in FUNCTIONS  # for a functools.partial, the function it wraps
-    return keeps and len(taken) == 2 and isinstance(argument, ast.Name) and argument.id == taken[1]
+    return keeps and isinstance(argument, ast.Name) and argument.id == code.tree.args.args[1].arg
 
 
 def _is_source(module: Any) -> bool:
@@ -122,17 +127,6 @@ def _is_source(module: Any) -> bool:
 
 def _is_sink(module: Any) -> bool:
     return type(module) is nn.Linear and not has_hooks(module)
-
-
-def _in_sequence(children: Sequence[nn.Module]) -> Iterator[Chain]:
-    source: nn.Module | None = None
-    for child in children:
-        if source is not None and _is_sink(child):
-            yield Chain((source,), child)
-        if _is_source(child):
-            source = child
-        elif not _keeps_zero(child):
-            source = None
 
 
 class _ForwardReader:
@@ -158,27 +152,21 @@ class _ForwardReader:
     def _sources(self, node: ast.expr) -> list[nn.Module]:
         """Return the layers whose outputs this value combines, zero where they are; empty for any other value."""
         if isinstance(node, ast.Call):
-            return self._sources_of_call(node)
+            layer = self._child(node.func, once=True)
+            if _is_source(layer):
+                return [layer]
+            if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS and not node.args:
+                return self._sources(node.func.value)
+            keeps = _keeps_zero(self._child(node.func)) or _resolved(node.func, self._code.names) in FUNCTIONS
+            return self._sources(node.args[0]) if keeps and node.args else []
         if isinstance(node, ast.BinOp):
-            return self._sources_of_operator(node)
+            left, right = self._sources(node.left), self._sources(node.right)
+            if isinstance(node.op, ast.Mult) and (_is_number(node.left) or _is_number(node.right)):
+                return left or right
+            both = isinstance(node.op, ast.Mult | ast.Add | ast.Sub) and left and right
+            return [*left, *right] if both else []
         value = self._only_value(node) if isinstance(node, ast.Name) else None
         return [] if value is None else self._sources(value)
-
-    def _sources_of_call(self, node: ast.Call) -> list[nn.Module]:
-        layer = self._child(node.func, once=True)
-        if _is_source(layer):
-            return [layer]
-        if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS and not node.args:
-            return self._sources(node.func.value)
-        keeps = _keeps_zero(self._child(node.func)) or _resolved(node.func, self._code.names) in FUNCTIONS
-        return self._sources(node.args[0]) if keeps and node.args else []
-
-    def _sources_of_operator(self, node: ast.BinOp) -> list[nn.Module]:
-        left, right = self._sources(node.left), self._sources(node.right)
-        if isinstance(node.op, ast.Mult) and (_is_number(node.left) or _is_number(node.right)):
-            return left or right
-        both = isinstance(node.op, ast.Mult | ast.Add | ast.Sub) and left and right
-        return [*left, *right] if both else []
 
     def _only_value(self, name: ast.Name) -> ast.expr | None:
         """Return the value assigned to a variable, if the assignment directly precedes and this is the only read."""
@@ -191,12 +179,10 @@ class _ForwardReader:
         reassigned = _assigns(here, name.id)
         if _mentions(here, name.id) != 1 + reassigned:
             return None
-        return before.value if reassigned or not self._read_after(here, name.id) else None  # type: ignore[attr-defined]
-
-    def _read_after(self, here: ast.stmt, name: str) -> bool:
         end = here.end_lineno or here.lineno, here.end_col_offset or 0
-        found = (node for node in ast.walk(self._code.tree) if isinstance(node, ast.Name) and node.id == name)
-        return any((node.lineno, node.col_offset) >= end for node in found)
+        later = (node for node in ast.walk(self._code.tree) if isinstance(node, ast.Name) and node.id == name.id)
+        read_later = not reassigned and any((node.lineno, node.col_offset) >= end for node in later)
+        return None if read_later else before.value  # type: ignore[attr-defined]
 
     def _statement(self, node: ast.AST) -> tuple[ast.stmt, list[ast.stmt] | None]:
         """Return the statement of a node and the block it is in; no block if the code is not straight-line."""
@@ -207,8 +193,9 @@ class _ForwardReader:
         enclosing: list[ast.AST] = [statement]
         while enclosing[-1] is not self._code.tree:
             enclosing.append(self._parents[enclosing[-1]])
-        straight = isinstance(statement, ast.Assign | ast.Return | ast.Expr)
-        if not straight or _any(inside, OTHER_SCOPES) or _any(enclosing[:-1], NOT_STRAIGHT_LINE):
+        crooked = any(isinstance(each, OTHER_SCOPES) for each in inside)
+        crooked |= any(isinstance(each, NOT_STRAIGHT_LINE) for each in enclosing[:-1])
+        if crooked or not isinstance(statement, ast.Assign | ast.Return | ast.Expr):
             return statement, None
         blocks = (value for _, value in ast.iter_fields(enclosing[1]) if isinstance(value, list))
         return statement, next(block for block in blocks if statement in block)
@@ -224,10 +211,6 @@ def _resolved(node: ast.expr, names: Mapping[str, Any]) -> Any:
     for part in reversed(parts):
         found = getattr(found, part, None)
     return found if inspect.isroutine(found) else None
-
-
-def _any(nodes: Sequence[ast.AST], kinds: tuple[type[ast.AST], ...]) -> bool:
-    return any(isinstance(node, kinds) for node in nodes)
 
 
 def _has_one_argument(node: ast.Call) -> bool:

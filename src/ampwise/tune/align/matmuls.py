@@ -1,5 +1,7 @@
 """The matmuls of a training step: their sizes, which of them are misaligned, and what that costs.
 
+Tensor cores load words of 16 bytes: 8 elements of 16 bits, 4 of 32, 16 of 8. Rows of a matrix that start at word
+boundaries are loaded whole. That affects only speed, except in FP8, whose matmul (``torch._scaled_mm``) requires it.
 What matters are the sizes along which matrices are stored. Others, such as the batch rows of a linear layer, are
 unrestricted: they only affect how full the last tile of a result is.
 """
@@ -11,21 +13,13 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ampwise.tune.align.alignment import BYTES, better_size, multiple_for, round_up
+from ampwise.errors import BadInput, UnknownName
 
-__all__ = [
-    "ROWS",
-    "LayerMatmuls",
-    "MatmulSize",
-    "MisalignedSize",
-    "PaddingTiming",
-    "StepMatmul",
-    "StepMatmuls",
-    "tile_remarks",
-]
-
+BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}  # per element
+WORD = 16  # bytes that tensor cores load at once
+LINE = 128  # bytes of a cache line, which an A100 prefers: 64 elements of 16 bits
+GROWTH = 0.01  # growth that is acceptable to reach a whole cache line
 TILE = 128  # rows and columns that a thread block computes at once; libraries use other sizes too
-
 LEAST = 1e9  # FLOPs per step: with less work, launches take longer
 NOTABLE = 0.05  # of the matmul work, if not measured
 NOTABLE_TIME = 0.01  # of the step time, if measured
@@ -34,15 +28,49 @@ ROOT = "(the model)"
 FILLED = 0.8  # of its tiles: matmuls that fill less get a remark
 
 
+def multiple_for(precision: str, to: int | None = None) -> int:
+    """Return what sizes must be multiples of: the elements in a word, or ``to`` if that is compatible.
+
+    >>> multiple_for("bf16"), multiple_for("fp8"), multiple_for("tf32"), multiple_for("bf16", 64)
+    (8, 16, 4, 64)
+    """
+    if precision not in BYTES:
+        raise UnknownName("precision", precision, BYTES, listing=f"The precisions are {', '.join(BYTES)}.")
+    needed = WORD // BYTES[precision]
+    if to is None:
+        return needed
+    if isinstance(to, bool) or not isinstance(to, int) or to < 1 or to % needed:
+        raise BadInput(
+            f"to={to!r} is not a multiple of {needed}, which {precision} needs; use {needed}, {2 * needed}, 64 or 128."
+        )
+    return to
+
+
+def better_size(size: int, precision: str, to: int | None = None) -> int:
+    """Return the next aligned size, or the size itself: whole cache lines where that adds almost nothing.
+
+    >>> better_size(50257, "bf16"), better_size(1001, "bf16"), better_size(1000, "bf16"), better_size(1000, "bf16", 64)
+    (50304, 1008, 1000, 1024)
+    """
+    multiple = multiple_for(precision, to)
+    if size % multiple == 0:
+        return size
+    in_lines = round_up(size, LINE // BYTES[precision])
+    return in_lines if to is None and in_lines <= size * (1 + GROWTH) else round_up(size, multiple)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the next multiple, or the size itself if it is one."""
+    return -(-size // multiple) * multiple
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulSize:
     """A dimension of a matmul, and its role in the layer."""
 
     role: str  # "rows", "inputs", "outputs", "input channels", "head size"; "size" if unknown
     size: int
-    row: int | None = (
-        None  # row stride of a matrix stored along it, in elements; None: no matrix is, so any size is fine
-    )
+    row: int | None = None  # row stride of a matrix stored along it, in elements; None: no matrix is, any size is fine
 
 
 class MisalignedSize(NamedTuple):
@@ -189,20 +217,19 @@ class StepMatmuls:
         grouped: dict[object, list[StepMatmul]] = {}
         forwards = {(each.layer, each.kind): each for each in reversed(self.products) if not each.backward}
         for product in self.products:
+            # Layers are alike if their sizes are, by role, as are all weightless matmuls of a module.
             forward = forwards.get((product.layer, product.kind), product)
-            key = _pattern(product.layer), product.kind, product.precision, _key(product, forward)
+            sizes = tuple(sorted((each.role, each.size) for each in forward.sizes if product.kind != "product"))
+            key = _pattern(product.layer), product.kind, product.precision, sizes
             grouped.setdefault(key, []).append(product)
-        found = [self._layer(products) for products in grouped.values()]
-        return tuple(sorted(found, key=lambda layer: self._rank(layer), reverse=True))
-
-    def _layer(self, products: list[StepMatmul]) -> LayerMatmuls:
-        names = tuple(dict.fromkeys(product.layer for product in products))
-        off = dict.fromkeys(each for product in products for each in product.off(self.to))
-        name = _pattern(names[0]) if len(names) > 1 else names[0] or ROOT
-        return LayerMatmuls(name=name, names=names, products=tuple(products), off=tuple(off))
-
-    def _rank(self, layer: LayerMatmuls) -> tuple[float, float, float]:
-        return layer.saved_ms or 0.0, self.off_share(layer), layer.flops
+        found = []
+        for products in grouped.values():
+            names = tuple(dict.fromkeys(product.layer for product in products))
+            off = dict.fromkeys(each for product in products for each in product.off(self.to))
+            name = _pattern(names[0]) if len(names) > 1 else names[0] or ROOT
+            found.append(LayerMatmuls(name=name, names=names, products=tuple(products), off=tuple(off)))
+        found.sort(key=lambda layer: (layer.saved_ms or 0.0, self.off_share(layer), layer.flops), reverse=True)
+        return tuple(found)
 
     def share(self, layer: LayerMatmuls) -> float:
         """Return the layer's fraction of the matmul work."""
@@ -246,56 +273,53 @@ class StepMatmuls:
             "tokens": self.tokens,
             "matrix_flops": self.flops,
             "step_ms": self.step_ms,
-            "layers": [self._layer_dict(layer) for layer in self.layers],
-        }
-
-    def _layer_dict(self, layer: LayerMatmuls) -> dict[str, Any]:
-        product = layer.product
-        return {
-            "name": layer.name,
-            "modules": list(layer.names),
-            "kind": layer.kind,
-            "precision": product.precision,
-            "product": {"m": product.m.size, "n": product.n.size, "k": product.k.size, "batches": product.batches},
-            "off": [each._asdict() for each in layer.off],
-            "share": self.share(layer),
-            "off_share": self.off_share(layer),
-            "saved_ms": layer.saved_ms,
-            "worth_fixing": self.is_worth(layer),
+            "layers": [
+                {
+                    "name": layer.name,
+                    "modules": list(layer.names),
+                    "kind": layer.kind,
+                    "precision": layer.product.precision,
+                    "product": {
+                        "m": layer.product.m.size,
+                        "n": layer.product.n.size,
+                        "k": layer.product.k.size,
+                        "batches": layer.product.batches,
+                    },
+                    "off": [each._asdict() for each in layer.off],
+                    "share": self.share(layer),
+                    "off_share": self.off_share(layer),
+                    "saved_ms": layer.saved_ms,
+                    "worth_fixing": self.is_worth(layer),
+                }
+                for layer in self.layers
+            ],
         }
 
 
 def tile_remarks(products: StepMatmuls) -> tuple[str, ...]:
     """Return remarks about results that barely start a new tile, or wave of tiles, in layers that matter."""
+    remarks: list[str] = []
     if products.flops < LEAST:
         return ()
-    shown = (layer for layer in products.layers if layer.kind in ("linear", "product"))
-    notable = [layer for layer in shown if products.share(layer) >= NOTABLE]
-    return tuple(remark for layer in notable if (remark := _tile_remark(layer, products)))
-
-
-def _tile_remark(layer: LayerMatmuls, products: StepMatmuls) -> str | None:
-    product = layer.product
-    waves = product.tiles / (products.processors or product.tiles)
-    full = waves / math.ceil(waves)
-    result = f"{layer.name}: results of {product.m.size}×{product.n.size}"
-    if product.filled < FILLED:
-        return (
-            f"{result} fill {product.filled:.0%} of their {TILE}×{TILE} tiles; full tiles cost about the same (derived)"
-        )
-    if full < FILLED:
-        return (
-            f"{result} are {product.tiles} tiles of {TILE}×{TILE}, which keep {products.processors} processors "
-            f"{full:.0%} busy; {math.ceil(waves) * (products.processors or 0)} tiles cost about the same (derived)"
-        )
-    return None
-
-
-def _key(product: StepMatmul, forward: StepMatmul) -> object:
-    """Return a grouping key: layers match if their sizes do, by role, as do all weightless matmuls of a module."""
-    if product.kind == "product":
-        return None
-    return tuple(sorted((each.role, each.size) for each in forward.sizes))
+    for layer in products.layers:
+        if layer.kind not in ("linear", "product") or products.share(layer) < NOTABLE:
+            continue
+        product = layer.product
+        processors = products.processors or product.tiles
+        waves = math.ceil(product.tiles / processors)
+        busy = product.tiles / processors / waves
+        result = f"{layer.name}: results of {product.m.size}×{product.n.size}"
+        if product.filled < FILLED:
+            remarks.append(
+                f"{result} fill {product.filled:.0%} of their {TILE}×{TILE} tiles; full tiles cost about the same "
+                "(derived)"
+            )
+        elif busy < FILLED:
+            remarks.append(
+                f"{result} are {product.tiles} tiles of {TILE}×{TILE}, which keep {processors} processors "
+                f"{busy:.0%} busy; {waves * processors} tiles cost about the same (derived)"
+            )
+    return tuple(remarks)
 
 
 def _pattern(name: str) -> str:

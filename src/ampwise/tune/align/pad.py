@@ -11,10 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ampwise.errors import BadInput
-from ampwise.tune.align.layers import SLICED, PaddedEmbedding, PaddedLinear, crop_to, pad_to
-from ampwise.tune.align.padding_plan import PaddedWeight, Padding, PaddingRequest
-from ampwise.tune.align.padding_planner import plan_padding
-from ampwise.tune.align.tied_embedding import TiedEmbedding
+from ampwise.tune.align.layers import SLICED, PaddedEmbedding, PaddedLinear, TiedEmbedding, crop_to, pad_to
+from ampwise.tune.align.padding_plan import Padding, plan_padding
 
 __all__ = ["pad_", "unpad_"]
 
@@ -58,12 +56,18 @@ def pad_(
     """
     _check(model, "pad_")
     patterns = (only,) if isinstance(only, str) else tuple(only)
-    padding = plan_padding(model, PaddingRequest(precision=precision, to=to, only=patterns, head=head, logits=logits))
+    padding = plan_padding(model, precision=precision, to=to, only=patterns, head=head, logits=logits)
     optimizers = _optimizers(optimizer)
     _check_state("pad_", (layer for step in padding.padded for layer in step.layers), optimizers)
     for step in padding.padded:
-        for layer in step.layers:
-            _make_padded(layer, step)
+        layers: Any = step.layers  # their classes change
+        for layer in layers:
+            if isinstance(layer, nn.Linear):
+                layer.__class__, layer.gives = PaddedLinear, step.gives  # type: ignore[assignment]
+            elif step.tied_by_code:
+                layer.__class__, layer.gives, layer.logits = TiedEmbedding, SLICED, step.gives
+            else:  # an untied embedding may return padding to the next layer, which has the columns
+                layer.__class__, layer.gives = PaddedEmbedding, step.gives if len(layers) == 1 else SLICED
         for layer in step.layers:
             for name, shape in {"weight": step.after, "bias": step.after[:1]}.items():
                 _reshape_(layer._parameters.get(name), shape, pad_to, optimizers)
@@ -86,7 +90,8 @@ def unpad_(model: nn.Module, *, optimizer: Optimizer | Sequence[Optimizer] = ())
     _check_state("unpad_", padded, optimizers)
     for layer in padded:
         for name, shape in layer.own_shapes().items():
-            _reshape_(layer._parameters[name], shape, _cut, optimizers)
+            # A copy frees the memory of the padding.
+            _reshape_(layer._parameters[name], shape, lambda *given: crop_to(*given).clone(), optimizers)
         layer.__class__ = nn.Linear if isinstance(layer, PaddedLinear) else nn.Embedding  # type: ignore[assignment]
         for name in ("gives", "logits"):
             layer.__dict__.pop(name, None)
@@ -118,31 +123,13 @@ def _check_state(asked: str, layers: Iterable[nn.Module], optimizers: Sequence[O
                 f"{asked}(): a gradient of the model is sparse and cannot be padded. Call zero_grad(), then {asked}."
             )
         for optimizer in optimizers:
-            _check_kept(asked, optimizer, parameter)
-
-
-def _check_kept(asked: str, optimizer: Optimizer, parameter: nn.Parameter) -> None:
-    for key, value in optimizer.state.get(parameter, {}).items():
-        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
-            raise BadInput(
-                f"{asked}(optimizer=...): {type(optimizer).__name__} keeps {key!r} of {tuple(value.shape)} for a "
-                f"parameter of {tuple(parameter.shape)}, which cannot be padded. Call {asked} before the "
-                "first step, with a new optimizer."
-            )
-
-
-def _make_padded(layer: nn.Module, step: PaddedWeight) -> None:
-    made: Any = layer  # its class changes
-    if isinstance(layer, nn.Linear):
-        made.__class__, made.gives = PaddedLinear, step.gives
-    elif step.tied_by_code:
-        made.__class__, made.gives, made.logits = TiedEmbedding, SLICED, step.gives
-    else:  # an untied embedding may return padding to the next layer, which has the columns
-        made.__class__, made.gives = PaddedEmbedding, step.gives if len(step.layers) == 1 else SLICED
-
-
-def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return crop_to(tensor, shape).clone()  # frees the memory of the padding
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+                    raise BadInput(
+                        f"{asked}(optimizer=...): {type(optimizer).__name__} keeps {key!r} of {tuple(value.shape)} for "
+                        f"a parameter of {tuple(parameter.shape)}, which cannot be padded. Call {asked} before the "
+                        "first step, with a new optimizer."
+                    )
 
 
 def _reshape_(

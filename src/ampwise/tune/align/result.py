@@ -9,9 +9,8 @@ from typing import Any
 
 from ampwise.finding import Finding
 from ampwise.finding.terminal import printable
-from ampwise.tune.align.alignment import multiple_for
-from ampwise.tune.align.matmuls import ROWS, LayerMatmuls, MisalignedSize, StepMatmuls, tile_remarks
-from ampwise.tune.align.padding_plan import PaddedWeight, Padding
+from ampwise.tune.align.matmuls import ROWS, LayerMatmuls, StepMatmuls, multiple_for, tile_remarks
+from ampwise.tune.align.padding_plan import Padding
 
 __all__ = ["HEADINGS", "Alignment"]
 
@@ -45,37 +44,35 @@ class Alignment:
             return "leave it: " + ("it would save nothing" if layer.saved_ms is not None else "there is little to save")
         if layer.kind != "linear":
             return MANUAL_ADVICE[layer.kind].format(better=_listed(each.better for each in layer.off))
+        rest = [each.better for each in layer.off if each.role != ROWS]
         rows = [f"use {each.better} rows, by batch and length" for each in layer.off if each.role == ROWS]
-        rest = [each for each in layer.off if each.role != ROWS]
-        return "; ".join([*([self._padded(layer, rest)] if rest else []), *rows])
+        return "; ".join([self._padding_of(layer, rest), *rows] if rest else rows)
 
-    def _padded(self, layer: LayerMatmuls, sizes: list[MisalignedSize]) -> str:
+    def _padding_of(self, layer: LayerMatmuls, sizes: list[int]) -> str:
+        """Return the call of ``pad_`` for a layer, or why it does not pad it."""
         step = next((step for step in self.padding.padded if set(step.names) & set(layer.names)), None)
-        if step is not None:
-            return f"ampwise.pad_({', '.join(['model', *self._options(step)])})"
-        why = next((f": pad_ leaves it: {each.why}" for each in self.padding.left if each.name in layer.names), "")
-        return f"make it {_listed(each.better for each in sizes)} where it is defined{why}"
-
-    def _options(self, step: PaddedWeight) -> Iterator[str]:
-        """Yield the arguments to pass to pad_."""
-        made = self.products
-        if made.to is not None:
-            yield f"to={made.to}"
-        if multiple_for(made.precision) != multiple_for("bf16"):
-            yield f"precision={made.precision!r}"
+        if step is None:
+            why = next((f": pad_ leaves it: {each.why}" for each in self.padding.left if each.name in layer.names), "")
+            return f"make it {_listed(sizes)} where it is defined{why}"
+        arguments = ["model"]
+        if self.products.to is not None:
+            arguments.append(f"to={self.products.to}")
+        if multiple_for(self.products.precision) != multiple_for("bf16"):
+            arguments.append(f"precision={self.products.precision!r}")
         if self.head in step.names and step.tied_by_code:
-            yield f"head={self.head!r}"
+            arguments.append(f"head={self.head!r}")
+        return f"ampwise.pad_({', '.join(arguments)})"
 
     def rows(self) -> Iterator[tuple[str, ...]]:
         """Yield the rows of the table under HEADINGS, as text."""
         for layer in self.off:
             times = f" ({len(layer.names)} times)" if len(layer.names) > 1 else ""
-            yield (
-                printable(layer.name) + times,
-                layer.product.shape,
-                ", ".join(map(str, layer.off)),
-                self._cost(layer),
-            )
+            if layer.saved_ms is None:
+                cost = f"{self.products.off_share(layer):.1%} of the work"
+            else:
+                share = self.products.time_share(layer) or 0.0
+                cost = f"{layer.saved_ms:.3g} ms, {share:.1%}" if layer.saved_ms else "noise"
+            yield printable(layer.name) + times, layer.product.shape, ", ".join(map(str, layer.off)), cost
 
     def to_do(self) -> Iterator[str]:
         """Yield a line for each action, with its layers."""
@@ -83,12 +80,6 @@ class Alignment:
         for layer in self.off:
             layers.setdefault(self.advice(layer), []).append(layer.name)
         yield from (printable(f"{', '.join(names)}: {advice}") for advice, names in layers.items())
-
-    def _cost(self, layer: LayerMatmuls) -> str:
-        if layer.saved_ms is None:
-            return f"{self.products.off_share(layer):.1%} of the work"
-        share = self.products.time_share(layer) or 0.0
-        return f"{layer.saved_ms:.3g} ms, {share:.1%}" if layer.saved_ms else "noise"
 
     @property
     def head_line(self) -> str:

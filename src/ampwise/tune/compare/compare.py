@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from ampwise.errors import BadInput
+from ampwise.finding.terminal import console, printable, say
 from ampwise.hardware.cpu import BF16_FEATURES, describe_cpu
 from ampwise.hardware.torch_info import read_device, read_fp32_switches
 from ampwise.trace.capsule.capsule_replay import device_named
 from ampwise.train.precision.precision import precisions_of
 from ampwise.train.random_state import capture_random, restore_random
 from ampwise.tune.compare.clocks import Clock, clock_for
-from ampwise.tune.compare.command import compare_command
-from ampwise.tune.compare.contender import make_contenders
-from ampwise.tune.compare.measurement import Measurement, MeasureSettings, Progress
-from ampwise.tune.compare.plan import checked_names, make_plan
+from ampwise.tune.compare.lineup import checked_names, make_contenders, make_plan
+from ampwise.tune.compare.measurement import Measurement, Progress
 from ampwise.tune.compare.result import PrecisionComparison
 from ampwise.tune.compare.speeds import BASE, SpeedComparison
-from ampwise.tune.train_case import CaseFactory, TrainCase, load_factory, make_factory
-from ampwise.tune.training_step import make_optimizer
+from ampwise.tune.train_case import CaseFactory, TrainCase, make_factory, make_optimizer
 
-__all__ = ["compare"]
+__all__ = ["compare", "progress_on"]
 
 OPTIMIZER, CLIP_NORM, NO_CLIP = "adamw", 1.0, "none"  # the defaults of the command, too
 
@@ -70,20 +69,24 @@ def compare(
     unless the function returns them.
     """
     names = None if precisions is None else checked_names(precisions)
-    _check(rounds=rounds, steps=steps)
-    factory = load_factory(make) if isinstance(make, str) else make_factory(make)
+    for name, number in {"rounds": rounds, "steps": steps}.items():
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise BadInput(f"compare: expected {name} of at least 1, got {number!r}.")
+    factory = make_factory(make)
     target = device_named(None if device is None else str(device), "cuda")
-    planned = make_plan(names, precisions_of(target), target, compiled=compiled)
-    with _random_state_restored(target):
+    entries, left_out = make_plan(names, precisions_of(target), target, compiled=compiled)
+    random_before = capture_random(target)
+    try:
         case = factory.make(target, batch)
         if not case.parameters:
             raise BadInput(f"{factory.name}: no parameter has requires_grad=True, so there is no step to compare.")
         own = case.optimizer or make_optimizer(optimizer, case.parameters, fused=target.type == "cuda")
-        contended = make_contenders(planned.entries, case, own, clip_norm=clip_norm, kept=keep_fp32)
-        settings = MeasureSettings(rounds=rounds, steps=steps, progress=progress, clock=clock or clock_for(target))
-        measured = Measurement(case, contended, settings)
+        contenders = make_contenders(entries, case, own, clip_norm=clip_norm, kept=keep_fp32)
+        measured = Measurement(case, contenders, clock or clock_for(target), rounds, steps, progress)
         measured.run()
-    asked = {
+    finally:
+        restore_random(random_before, target)
+    options = {
         "--device": None if device is None and target.type == "cuda" else target,
         "--precisions": None if names is None else ",".join(names),
         "--batch": batch,
@@ -92,12 +95,22 @@ def compare(
         "--rounds": rounds,
         "--steps": steps,
     }
+    words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    words += ["--compile"] * compiled
+    words += [word for pattern in keep_fp32 for word in ("--keep", f"{BASE}={pattern}")]
+    device_name, bf16_instructions = target.type, None
+    if target.type == "cuda":
+        device_name = torch.cuda.get_device_name(target)
+    elif target.type == "cpu":
+        cpu = describe_cpu()
+        device_name = cpu.model or "CPU"
+        bf16_instructions = None if cpu.features is None else any(each in cpu.features for each in BF16_FEATURES)
     speeds = SpeedComparison(
         subject=factory.name,
-        command=compare_command(_command_name(factory), _options(asked, compiled, keep_fp32)),
+        command=shlex.join(["ampwise", "compare", _command_name(factory), *words]),
         device=target.type,
-        device_name=_name(target),
-        rows=(*measured.rows(), *planned.left_out),
+        device_name=device_name,
+        rows=(*measured.rows(), *left_out),
         noise=measured.noise,
         rounds=measured.rounds,
         batch=case.rows,
@@ -107,52 +120,20 @@ def compare(
         layers=measured.layers(),
         clocks=measured.clocks,
         tf32_was_on=_tf32_was_on(case),
-        bf16_instructions=_bf16_instructions(target),
+        bf16_instructions=bf16_instructions,
         not_measured=tuple(measured.not_measured()),
     )
     return PrecisionComparison(speeds)
 
 
-def _check(**numbers: int | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and (not isinstance(number, int) or number < 1):
-            raise BadInput(f"compare: expected {name} of at least 1, got {number!r}.")
-
-
-@contextmanager
-def _random_state_restored(device: torch.device) -> Iterator[None]:
-    """Restore the random number generators of torch, Python and numpy on exit."""
-    before = capture_random(device)
-    try:
-        yield
-    finally:
-        restore_random(before, device)
-
-
 def _command_name(factory: CaseFactory) -> str:
     """Name the function as a command line would."""
-    return factory.name if ":" in factory.name else f"{_module(factory)}:{factory.name}"
-
-
-def _options(asked: Mapping[str, object], compiled: bool, kept: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the command's options that differ from their defaults."""
-    yield from ((name, str(value)) for name, value in asked.items() if value is not None)
-    if compiled:
-        yield ("--compile",)
-    yield from (("--keep", f"{BASE}={pattern}") for pattern in kept)
-
-
-def _module(factory: CaseFactory) -> str:
-    module = getattr(factory.function, "__module__", "__main__")
-    if module != "__main__":
-        return str(module)
-    return Path(getattr(sys.modules["__main__"], "__file__", None) or "train.py").name
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return (describe_cpu().model or "CPU") if device.type == "cpu" else device.type
+    if ":" in factory.name:
+        return factory.name
+    module = str(getattr(factory.function, "__module__", "__main__"))
+    if module == "__main__":
+        module = Path(getattr(sys.modules["__main__"], "__file__", None) or "train.py").name
+    return f"{module}:{factory.name}"
 
 
 def _tf32_was_on(case: TrainCase) -> tuple[str, ...]:
@@ -166,6 +147,30 @@ def _tf32_was_on(case: TrainCase) -> tuple[str, ...]:
     return tuple(what for what, is_on in on.items() if is_on)
 
 
-def _bf16_instructions(device: torch.device) -> bool | None:
-    features = describe_cpu().features if device.type == "cpu" else None
-    return None if features is None else any(feature in features for feature in BF16_FEATURES)
+@contextmanager
+def progress_on(stream: TextIO, *, quiet: bool = False) -> Iterator[Progress | None]:
+    """Yield the callback that shows progress: as a bar on a terminal, else as one line for each phase.
+
+    None if ``quiet``.
+    """
+    if quiet:
+        yield None
+    elif stream.isatty():
+        from rich import progress as rich
+
+        text = rich.TextColumn("{task.description}", markup=False)
+        columns = (rich.BarColumn(), rich.TaskProgressColumn(), rich.TimeElapsedColumn(), text)
+        with rich.Progress(*columns, console=console(stream), transient=True) as bar:
+            task = bar.add_task("making the model", total=None)
+            yield lambda done, total, doing: bar.update(task, completed=done, total=total, description=printable(doing))
+    else:
+        shown: set[str] = set()
+
+        def report(done: int, total: int, doing: str) -> None:
+            what = doing.partition(":")[0]
+            if what not in shown:
+                shown.add(what)
+                say("ampwise: {} ({}/{})", what, done, total, stream=stream)
+                stream.flush()
+
+        yield report

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
-from ampwise.rules.amp5xx_speed.verdict import USE, SpeedVerdict, is_noisy, verdict_of
-from ampwise.tune.compare.command import with_command, with_options
+from ampwise.tune.compare.verdict import USE, SpeedVerdict, is_noisy, verdict_of
 from ampwise.watch.time_use import HALVES, ProfiledMatmul
-
-__all__ = [
-    "BASE",
-    "KINDS",
-    "GpuClocks",
-    "LayerTime",
-    "LossCheck",
-    "PrecisionRow",
-    "SpeedComparison",
-    "StepMemory",
-    "TimeSplit",
-    "TimeSpread",
-    "quantile",
-]
 
 BASE = "fp32"  # the baseline
 
 # Kinds of work in a step. The device time is their sum; the remainder of the step is idle.
 KINDS = ("matrix", "attention", "elementwise", "casts", "optimizer", "copies", "other")
 
-TENTH, NINE_TENTHS = 0.1, 0.9  # the quantiles of a spread
 SIMPLEST = ("tf32", "bf16", "fp16", "fp8")  # at equal speed, the first is the simplest
 
 
@@ -61,7 +47,7 @@ class TimeSpread:
         >>> TimeSpread.of([1.0, 2.0, 3.0])
         TimeSpread(median=2.0, low=1.2, high=2.8)
         """
-        return cls(median=quantile(values, 0.5), low=quantile(values, TENTH), high=quantile(values, NINE_TENTHS))
+        return cls(median=quantile(values, 0.5), low=quantile(values, 0.1), high=quantile(values, 0.9))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,13 +240,20 @@ class SpeedComparison:
         return verdict_of(row.ratio.median, self.noise)
 
     def experiment(self, *options: str) -> str:
-        """Return the command with some options changed, as an experiment to run."""
-        return with_options(self.command, *options)
+        """Return the command with these options replacing those of the same name, as an experiment to run."""
+        head, *given = _parts(self.command)
+        new = [part for option in options for part in _parts(option.partition(" | ")[0])]
+        replaced = {name for name, *_ in new} - {"--keep"}  # which may be given several times
+        kept = [part for part in given if part[0] not in replaced]
+        pipes = (option.partition(" | ")[1:] for option in options)
+        return shlex.join([*head, *chain.from_iterable([*kept, *new])]) + "".join("".join(pipe) for pipe in pipes)
 
     @property
     def align_command(self) -> str:
         """The command that finds misaligned layers of the same subject."""
-        return with_command(self.command, "align", "--device", "--batch")
+        (program, _, *subject), *given = _parts(self.command)
+        kept = [part for part in given if part[0] in ("--device", "--batch")]
+        return shlex.join([program, "align", *subject, *chain.from_iterable(kept)])
 
     def larger(self) -> str:
         """Return the command with four times the batch."""
@@ -269,8 +262,22 @@ class SpeedComparison:
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON, with derived values."""
         data = asdict(self)
-        data["rows"] = [_row_dict(row, self) for row in self.rows]
-        data["layers"] = [_layer_dict(layer) for layer in self.layers]
+        for row, plain in zip(self.rows, data["rows"], strict=True):
+            plain |= {
+                "label": row.label,
+                "verdict": self.verdict(row),
+                "idle_share": row.idle_share,
+                "samples_per_s": row.per_second(self.batch),
+                "tokens_per_s": row.per_second(self.tokens),
+                "flops_per_s": row.per_second(self.flops),
+                "peak_share": row.peak_share(self.flops),
+            }
+            if row.loss is not None:
+                plain["loss"]["same"] = row.loss.same
+            if row.memory is not None:
+                plain["memory"]["rest"] = row.memory.rest
+        for layer, plain in zip(self.layers, data["layers"], strict=True):
+            plain["ratio"] = {label: layer.ratio(label) for label in layer.seconds if label != BASE}
         return data
 
 
@@ -284,20 +291,11 @@ def _fastest(rows: Sequence[PrecisionRow], noise: float) -> PrecisionRow | None:
     return min(as_fast, key=lambda row: (row.compiled, SIMPLEST.index(row.precision)))
 
 
-def _row_dict(row: PrecisionRow, speeds: SpeedComparison) -> dict[str, Any]:
-    data = asdict(row) | {"label": row.label, "verdict": speeds.verdict(row), "idle_share": row.idle_share}
-    if row.loss is not None:
-        data["loss"]["same"] = row.loss.same
-    if row.memory is not None:
-        data["memory"]["rest"] = row.memory.rest
-    return data | {
-        "samples_per_s": row.per_second(speeds.batch),
-        "tokens_per_s": row.per_second(speeds.tokens),
-        "flops_per_s": row.per_second(speeds.flops),
-        "peak_share": row.peak_share(speeds.flops),
-    }
-
-
-def _layer_dict(layer: LayerTime) -> dict[str, Any]:
-    ratios = {label: layer.ratio(label) for label in layer.seconds if label != BASE}
-    return asdict(layer) | {"ratio": ratios}
+def _parts(command: str) -> list[list[str]]:
+    """Split into what precedes the options, if anything, and each option with its values."""
+    parts: list[list[str]] = []
+    for word in shlex.split(command):
+        if word.startswith("--") or not parts:
+            parts.append([])
+        parts[-1].append(word)
+    return parts

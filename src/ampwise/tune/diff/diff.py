@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,28 +15,23 @@ from ampwise.report.formatting import format_bytes
 from ampwise.trace.call_arguments import iterator_names
 from ampwise.trace.user_code import describe_type
 from ampwise.train.precision.policy import Policy
-from ampwise.tune.diff.expected_errors import PassComparisons, expected_errors
+from ampwise.tune.diff.expected_errors import ExpectedErrors, PassComparisons, expected_errors
 from ampwise.tune.diff.module_calls import ModuleCall
 from ampwise.tune.diff.names import ModuleNames, find_models
 from ampwise.tune.diff.op_tape import OpTape
 from ampwise.tune.diff.passes import TensorEvent
-from ampwise.tune.diff.placed_side import PlacedSide
-from ampwise.tune.diff.repeated_step import RepeatedStep
+from ampwise.tune.diff.repeated_step import PlacedSide, RepeatedStep
 from ampwise.tune.diff.result import Difference
-from ampwise.tune.diff.runs import DiffRuns, ParameterGradients, Progress
+from ampwise.tune.diff.runs import DiffRuns, Progress
 from ampwise.tune.diff.shared_random import SharedRandom
 from ampwise.tune.diff.side import Side, parse_side
 from ampwise.tune.diff.step_difference import (
-    BACKWARD,
     FORWARD,
-    ErrorLocation,
     ModuleRow,
     OpRow,
-    ParameterRow,
     SideFacts,
     StepDifference,
 )
-from ampwise.tune.diff.tensor_difference import ComparedTensor
 
 __all__ = ["DiffOptions", "compare_sides", "diff"]
 
@@ -90,7 +84,8 @@ def diff(
     patterns = (modules,) if isinstance(modules, str) else tuple(modules)
     models = {"": fn} if isinstance(fn, Module) else find_models(fn, args, kwargs)
     options = DiffOptions(ops=ops, modules=patterns, floor=floor)
-    return compare_sides(fn, args, kwargs, models, parse_side(a), parse_side(b), options, subject=_name(fn))
+    subject = str(getattr(fn, "__name__", type(fn).__name__))
+    return compare_sides(fn, args, kwargs, models, parse_side(a), parse_side(b), options, subject=subject)
 
 
 def compare_sides(
@@ -106,174 +101,118 @@ def compare_sides(
 ) -> Difference:
     """Compare two sides with explicit models and options."""
     names = ModuleNames(models, options.modules)
-    with torch.enable_grad(), RepeatedStep(fn, args, kwargs, names) as stage:
-        one, other = (PlacedSide(side.on(stage.device), stage.device) for side in (a, b))
+    with torch.enable_grad(), RepeatedStep(fn, args, kwargs, names) as step:
+        one, other = (PlacedSide(side.on(step.device), step.device) for side in (a, b))
         draws = SharedRandom(torch.device("cpu") if one.device.type != other.device.type else None)
         names.looked_into = not (a.compiled or b.compiled)
-        work = DiffRuns(stage, one, other, draws, options.progress)
-        compared = _Compared(work, options)
-    differing = compared.differing(subject, tuple(iterator_names(fn, args, kwargs)), draws)
-    return Difference(differing)
-
-
-class _Compared:
-    """Everything measured on two sides."""
-
-    def __init__(self, work: DiffRuns, options: DiffOptions) -> None:
-        self._work, self._options = work, options
-        for placed in (work.a, work.b):
-            work.find_scale(placed)
-        self._forward = work.forward(floor=options.floor)
-        self._check_losses()
-        self._backward, order, self._gradients = work.backward(floor=options.floor)
-        noise = self._gradients.noise
-        self._expecting = expected_errors(
-            work.outline, self._forward, self._backward, order, work.only_b.values(), noise
-        )
-        self._tape = self._operations() if options.ops else None
-        self._ops = () if self._tape is None else tuple(self._tape[0].rows(self._tape[1]))
-        self._spots = tuple(self._with_operations(self._expecting.spots))
-
-    def differing(self, subject: str, draws_from: tuple[str, ...], draws: SharedRandom) -> StepDifference:
-        floor, at = self._largest_floor()
-        return StepDifference(
-            subject=subject,
-            a=_facts(self._work.a, self._work.losses["a"]),
-            b=_facts(self._work.b, self._work.losses["b"]),
-            rows=(*self._expecting.rows(), *self._only_in_b()),
-            returned=tuple(self._expecting.returned),
-            ops=self._ops,
-            parameters=tuple(_parameters(self._gradients)),
-            spots=self._spots,
-            floor=floor,
-            floor_at=at,
-            draws_from=draws_from,
-            notes=tuple(self._notes(draws)),
-        )
-
-    def _check_losses(self) -> None:
-        work = self._work
-        work.check_patterns()
-        losses = {which: work.losses[which] for which in ("a", "b")}
-        if all(loss is not None and not math.isfinite(loss) for loss in losses.values()):
-            shown = " and ".join(f"{loss}" for loss in losses.values())
+        runs = DiffRuns(step, one, other, draws, options.progress)
+        runs.find_scale(one)
+        runs.find_scale(other)
+        forward = runs.forward(floor=options.floor)
+        names.check_patterns()
+        losses = runs.losses["a"], runs.losses["b"]
+        if all(loss is not None and not math.isfinite(loss) for loss in losses):
             raise BadInput(
-                f"diff: the loss is not finite on either side ({shown}), so there is nothing to compare. "
-                "`ampwise.trace` finds the operation that produced it."
+                f"diff: the loss is not finite on either side ({losses[0]} and {losses[1]}), so there is nothing to "
+                "compare. `ampwise.trace` finds the operation that produced it."
             )
-
-    # Operations
-
-    def _operations(self) -> tuple[OpTape, PassComparisons]:
-        patterns = self._options.modules
-
-        def wanted(module: str, number: int, phase: str) -> bool:
-            return not patterns or any(fnmatchcase(module, pattern) for pattern in patterns)
-
-        return self._work.operations(wanted, backward=True)
-
-    def _with_operations(
-        self, found: Sequence[tuple[ErrorLocation, TensorEvent, ModuleCall]]
-    ) -> Iterator[ErrorLocation]:
-        """Yield the spots, the first with its operation."""
-        for place, (spot, event, maker) in enumerate(found):
-            if place or spot.phase == BACKWARD or spot.compared.flipped:
-                yield spot
-            else:
-                yield replace(spot, op=_worst_op(self._ops_of(event, maker)))
-
-    def _ops_of(self, event: TensorEvent, maker: ModuleCall) -> Sequence[OpRow]:
-        """Return the operations of the maker's code that lead to the tensor."""
-        code = maker.name, maker.number, FORWARD
-        is_known = any((op.module, op.call, op.phase) == code for op in self._ops)
-        if self._tape is not None and is_known:
-            tape, numbers = self._tape
-        else:
-            tape, numbers = self._work.operations(lambda *place: place == code, backward=False)
-        rows = tape.rows(numbers, tape.leading_to(event.call.place(event.role, event.path)))
-        return [op for op in rows if (op.module, op.call, op.phase) == code]
-
-    # Rows and notes
-
-    def _only_in_b(self) -> Iterator[ModuleRow]:
-        seen = {call.index: call for call in self._work.only_b.values() if call.module is not None}
-        for call in seen.values():
-            yield ModuleRow(name=call.name, kind=call.kind, call=call.number, depth=call.depth - 1, only="b")
-
-    def _largest_floor(self) -> tuple[float | None, str]:
-        if not self._options.floor:
-            return None, ""
-        forward = self._expecting.floors()
-        found = [*forward, *((name, floor) for name, floor in self._gradients.floors.items())]
-        name, floor = max(found, key=lambda pair: pair[1], default=("", 0.0))
-        return floor, name if floor else ""
-
-    def _notes(self, draws: SharedRandom) -> Iterator[str]:
-        work = self._work
-        compiled = [which for which, placed in (("a", work.a), ("b", work.b)) if placed.side.compiled]
-        if compiled:
-            yield (
-                f"{' and '.join(compiled)} {'are' if len(compiled) > 1 else 'is'} compiled, so modules are not "
-                "compared: only the function's results and the gradients of parameters."
-            )
-        if not work.went_back:
-            yield "No loss with a gradient was returned: only the forward pass is compared."
-        if draws.masked_inside:
-            yield (
-                "A fused kernel (attention, or a recurrent layer) draws its own dropout masks, which may differ "
-                "between the sides: set its dropout to 0 for this comparison."
-            )
-        if draws.any and compiled:
-            yield "Compiled code may draw different random numbers: set dropout to 0 for this comparison."
-        for slot in self._expecting.harmless:
-            maker, measured = self._expecting.maker_of(slot), self._forward.measured[slot]
-            yield (
-                f"{measured.changed:,} of {measured.values:,} integers that `{maker}` returns differ; nothing "
-                "compared after them exceeds rounding."
-            )
-        if work.whole_kernels:
-            yield (
-                f"The matmuls of {', '.join(f'`{name}`' for name in work.whole_kernels)} run inside one fused kernel, "
-                "so they are not emulated."
-            )
-        if work.moved:
-            yield f"{format_bytes(work.moved)} were moved to host memory during the comparison."
+        backward, order, parameters = runs.backward(floor=options.floor)
+        only_b = list(runs.only_b.values())
+        found = expected_errors(runs.outline, forward, backward, order, only_b, runs.noise)
+        tape = runs.operations(lambda module, *_: names.matches(module), backward=True) if options.ops else None
+        ops = () if tape is None else tuple(tape.rows())
+        spots = [spot for spot, _, _ in found.spots]
+        if spots and spots[0].phase == FORWARD and not spots[0].compared.flipped:
+            spots[0] = replace(spots[0], op=_worst_op(runs, tape, ops, *found.spots[0][1:]))
+    floors = [(event.call.label, forward.floors.get(event.slot)) for event in runs.outline.events]
+    floors += [(row.name, row.compared.floor) for row in parameters]
+    floor_at, floor = max(floors, key=lambda pair: pair[1] or 0.0, default=("", 0.0))
+    extra = {call.index: call for call in only_b if call.module is not None}.values()
+    return Difference(
+        StepDifference(
+            subject=subject,
+            a=_facts(one, losses[0]),
+            b=_facts(other, losses[1]),
+            rows=(
+                *found.rows(),
+                *(ModuleRow(name=c.name, kind=c.kind, call=c.number, depth=c.depth - 1, only="b") for c in extra),
+            ),
+            returned=tuple(found.returned),
+            ops=ops,
+            parameters=tuple(parameters),
+            spots=tuple(spots),
+            floor=(floor or 0.0) if options.floor else None,
+            floor_at=floor_at if floor else "",
+            draws_from=tuple(iterator_names(fn, args, kwargs)),
+            notes=tuple(_notes(runs, draws, found, forward)),
+        )
+    )
 
 
-def _parameters(gradients: ParameterGradients) -> Iterator[ParameterRow]:
-    values = sum(each.values for each in gradients.measured.values())
-    squares = math.fsum(each.norm_a**2 for each in gradients.measured.values())
-    typical = math.sqrt(squares / values) if values else 0.0
-    for name, measured in gradients.measured.items():
-        compared = ComparedTensor(measured=measured, floor=gradients.floors.get(name))
-        yield ParameterRow(name=name, compared=compared, share=measured.rms / typical if typical else None)
-    for name, why in gradients.unlike.items():
-        yield ParameterRow(name=name, compared=ComparedTensor(why_not=why))
+def _worst_op(
+    runs: DiffRuns,
+    tape: OpTape | None,
+    known: Sequence[OpRow],
+    event: TensorEvent,
+    maker: ModuleCall,
+) -> OpRow | None:
+    """Return, of the operations in the maker's code that lead to a tensor, the first beyond rounding, or the closest.
 
-
-def _worst_op(ops: Sequence[OpRow]) -> OpRow | None:
-    """Return the first operation beyond rounding, or the one closest to it."""
-    beyond = [op for op in ops if op.compared.beyond]
-    if beyond:
-        return beyond[0]
-    found = max(ops, key=lambda op: op.compared.times or 0.0, default=None)
-    return found if found is not None and (found.compared.times or 0.0) > 1 else None
+    They are compared now, unless they are known.
+    """
+    code = maker.name, maker.number, FORWARD
+    if tape is None or not any((op.module, op.call, op.phase) == code for op in known):
+        tape = runs.operations(lambda *place: place == code, backward=False)
+    rows = tape.rows(tape.leading_to(event.call.place(event.role, event.path)))
+    ops = [op for op in rows if (op.module, op.call, op.phase) == code]
+    beyond = next((op for op in ops if op.compared.beyond), None)
+    if beyond is not None:
+        return beyond
+    closest = max(ops, key=lambda op: op.compared.times or 0.0, default=None)
+    return closest if closest is not None and (closest.compared.times or 0.0) > 1 else None
 
 
 def _facts(placed: PlacedSide, loss: float | None) -> SideFacts:
     side = placed.side
-    forward, backward = side.roundoffs
     return SideFacts(
         label=side.label,
         precision=side.precision,
         device=str(placed.device),
-        roundoff=forward,
-        gradient_roundoff=backward,
+        roundoff=side.roundoffs[0],
+        gradient_roundoff=side.roundoffs[1],
         loss=loss,
         scale=placed.scale if placed.scale != 1.0 else None,
         compiled=bool(side.compiled),
     )
 
 
-def _name(fn: Callable[..., Any]) -> str:
-    return str(getattr(fn, "__name__", type(fn).__name__))
+def _notes(runs: DiffRuns, draws: SharedRandom, found: ExpectedErrors, forward: PassComparisons) -> Iterator[str]:
+    compiled = [which for which, placed in (("a", runs.a), ("b", runs.b)) if placed.side.compiled]
+    if compiled:
+        yield (
+            f"{' and '.join(compiled)} {'are' if len(compiled) > 1 else 'is'} compiled, so modules are not "
+            "compared: only the function's results and the gradients of parameters."
+        )
+    if not runs.went_back:
+        yield "No loss with a gradient was returned: only the forward pass is compared."
+    if draws.masked_inside:
+        yield (
+            "A fused kernel (attention, or a recurrent layer) draws its own dropout masks, which may differ "
+            "between the sides: set its dropout to 0 for this comparison."
+        )
+    if draws.any and compiled:
+        yield "Compiled code may draw different random numbers: set dropout to 0 for this comparison."
+    for slot in found.harmless:
+        maker = next(event.call.label for event in runs.outline.events if event.slot == slot)
+        measured = forward.measured[slot]
+        yield (
+            f"{measured.changed:,} of {measured.values:,} integers that `{maker}` returns differ; nothing "
+            "compared after them exceeds rounding."
+        )
+    if runs.whole_kernels:
+        yield (
+            f"The matmuls of {', '.join(f'`{name}`' for name in runs.whole_kernels)} run inside one fused kernel, "
+            "so they are not emulated."
+        )
+    if runs.moved:
+        yield f"{format_bytes(runs.moved)} were moved to host memory during the comparison."

@@ -1,12 +1,13 @@
-"""The result of a comparison in one sentence, and how its numbers were obtained."""
+"""Sentences about a difference: the result, its sides, growth and noise, and how its numbers were obtained."""
 
 from __future__ import annotations
 
-from ampwise.rules.amp53x_differences.wording import error_text
-from ampwise.tune.diff.step_difference import BACKWARD, StepDifference
+from ampwise.numbers.number_text import scale_text
+from ampwise.tune.diff.step_difference import BACKWARD, FORWARD, StepDifference
 from ampwise.tune.diff.tensor_difference import BEYOND, FLOOR_TIMES
+from ampwise.tune.diff.wording import error_text
 
-__all__ = ["BASES", "difference_headline", "loss_text"]
+__all__ = ["BASES", "difference_headline", "remarks", "side_texts"]
 
 BASES = {
     "errors": "measured here: the step is run on both sides with the same weights, batch and random numbers; sums of "
@@ -16,14 +17,7 @@ BASES = {
     "noise_floor": "measured here: the error between two runs of side a",
     "gradients": "unscaled and not clipped, as the optimizer gets them",
 }
-
-
-def loss_text(differing: StepDifference) -> str:
-    """Return how far apart the losses are; empty if one is missing or not finite."""
-    error = differing.loss_error
-    if error is None:
-        return ""
-    return f"The losses differ by {error_text(error)}." if error else "The losses are equal."
+DIRECTIONS = {FORWARD: "Forward, along the calls", BACKWARD: "Backward, from the loss"}
 
 
 def difference_headline(differing: StepDifference) -> str:
@@ -36,9 +30,11 @@ def difference_headline(differing: StepDifference) -> str:
         more = len(differing.spots) - 1
         others = f" ({more} more after it)" if more else ""
         return f"{sides}: rounding does not explain {differing.first.where}{others}"
-    if _is_noise(differing):
+    worst, growth = differing.worst_row, differing.growth()
+    returned = max((each.error for each in differing.returned), default=None)
+    largest = returned if growth is None else growth.largest
+    if differing.floor and largest and largest <= FLOOR_TIMES * differing.floor:
         return f"{sides}: they differ no more than two runs of a do, {error_text(differing.floor)}"
-    worst, returned = differing.worst_row, _largest_returned(differing)
     if worst is None and returned:
         return f"{sides}: the function's outputs differ by {error_text(returned)}"
     if worst is None:
@@ -47,17 +43,41 @@ def difference_headline(differing: StepDifference) -> str:
     off = f"modules are up to {error_text(worst.error)} off (`{worst.label}`)"
     if differing.piled_up is None:
         return f"{sides}: rounding explains everything; {off}"
-    phase, growth = differing.piled_up
+    phase, piled_up = differing.piled_up
     if phase == BACKWARD:
-        off = f"gradients are up to {error_text(growth.largest)} off (`{growth.largest_at}`)"
+        off = f"gradients are up to {error_text(piled_up.largest)} off (`{piled_up.largest_at}`)"
     return f"{sides}: rounding explains every location, but accumulates; {off}"
 
 
-def _is_noise(differing: StepDifference) -> bool:
-    growth = differing.growth()
-    largest = _largest_returned(differing) if growth is None else growth.largest
-    return bool(differing.floor) and bool(largest) and (largest or 0.0) <= FLOOR_TIMES * (differing.floor or 0.0)
+def side_texts(differing: StepDifference) -> dict[str, str]:
+    """Describe how each side computed, and its loss."""
+    found = {}
+    for name, side in (("a", differing.a), ("b", differing.b)):
+        scale = "" if side.scale is None else f", loss scale {scale_text(side.scale)}"
+        loss = "" if side.loss is None else f", loss {side.loss:.7g}"
+        found[name] = f"{side.label} on {side.device}, unit roundoff {side.roundoff:.2g}{scale}{loss}"
+    return found
 
 
-def _largest_returned(differing: StepDifference) -> float | None:
-    return max((each.error for each in differing.returned), default=None)
+def remarks(differing: StepDifference) -> list[str]:
+    """Describe how far apart the losses are, how errors grow along the depth, the noise, and what was not compared."""
+    lines = []
+    if differing.loss_error is not None:
+        apart = f"The losses differ by {error_text(differing.loss_error)}."
+        lines.append(apart if differing.loss_error else "The losses are equal.")
+    for phase, direction in DIRECTIONS.items():
+        growth = differing.growth(phase)
+        if growth is not None:
+            pace = "" if growth.factor is None else f", ×{growth.factor:.3g} per module"
+            lines.append(
+                f"{direction}: {error_text(growth.first)} at the first of {growth.modules} modules that differ, "
+                f"{error_text(growth.last)} at the last, at most {error_text(growth.largest)} "
+                f"(`{growth.largest_at}`){pace}."
+            )
+    if differing.floor is None:
+        lines.append("The noise of a was not measured.")
+    elif not differing.floor:
+        lines.append("Two runs of a are bitwise equal.")
+    else:
+        lines.append(f"Two runs of a differ by up to {error_text(differing.floor)} (`{differing.floor_at}`).")
+    return [*lines, *differing.notes]

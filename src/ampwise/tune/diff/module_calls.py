@@ -1,4 +1,4 @@
-"""Track module calls in a forward pass: numbered and nested, with the tensors each receives and returns."""
+"""Follow a run: module calls, numbered and nested, with the tensors each receives and returns, and every operation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +15,28 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ampwise.numbers.emulation.emulated_matmuls import NOT_EMULATED
+from ampwise.numbers.op_families import base_name, family_of
 from ampwise.trace.call_arguments import named_tensors
+from ampwise.trace.recorder import UndoMode, tensors_in, written_arguments
 from ampwise.tune.diff.names import ModuleNames
+from ampwise.tune.diff.shared_random import SharedRandom
 from ampwise.tune.diff.step_difference import FUNCTION
+from ampwise.tune.diff.tensor_store import TensorStore
 
-__all__ = ["GIVEN", "RETURNED", "ModuleCall", "ModuleCalls", "TensorPlace", "is_backward"]
+__all__ = ["GIVEN", "RETURNED", "DiffMode", "ModuleCall", "ModuleCalls", "TensorPlace", "is_backward", "traits_of"]
 
 GIVEN, RETURNED = "given", "returned"
-WRAPPED = "result"  # name of a module's result while its tensors are listed
+# Functions with a discontinuous derivative: rounding across the jump changes it completely.
+KINKED = frozenset(
+    {"relu", "leaky_relu", "prelu", "rrelu_with_noise", "threshold", "hardtanh", "hardsigmoid", "hardswish", "abs"}
+    | {"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "max", "min", "amax", "amin", "topk", "sort"}
+    | {"max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "sign", "round"}
+)
+CONSTANTS = frozenset(
+    {"ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "new_zeros", "new_ones", "new_full", "arange"}
+    | {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "scalar_tensor", "zero"}
+)
 
 
 class TensorPlace(NamedTuple):
@@ -42,23 +57,68 @@ class ModuleCall:
     kind: str
     number: int
     parent: ModuleCall | None
-    depth: int
     module: Module | None
     ops: int = 0  # rounding operations of its own code, so far
     has_modules: bool = False  # whether it called modules
     takes_tensors: bool = False
     keys: Counter[str] = field(default_factory=Counter)  # counts of its operations, by name
 
+    @property
+    def depth(self) -> int:
+        return 0 if self.parent is None else self.parent.depth + 1
+
+    @property
+    def label(self) -> str:
+        """Name shown to the user."""
+        if self.module is None:
+            return self.kind
+        return f"{self.name or self.kind}{f' (call {self.number + 1})' if self.number else ''}"
+
     def place(self, role: str, path: str) -> TensorPlace:
         return TensorPlace(self.name, self.number, role, path)
 
+    def maker(self, role: str) -> ModuleCall:
+        """Return the call whose own code made a tensor: for what is given to a module, that of its caller."""
+        return self.parent if role == GIVEN and self.parent is not None else self
+
+
+class OpTraits(NamedTuple):
+    """What matters here about an operation."""
+
+    name: str
+    returns_views: bool  # only views of existing memory
+    draws: bool  # random numbers
+    is_cast: bool
+    is_constant: bool
+    is_kinked: bool
+    is_whole: bool  # with matmuls inside, which are not emulated
+
+
+@lru_cache(maxsize=8192)
+def traits_of(func: Any) -> OpTraits:
+    name = base_name(str(func))
+    aliased = [each.alias_info for each in func._schema.returns]
+    return OpTraits(
+        name=name,
+        returns_views=bool(aliased) and all(info is not None and not info.is_write for info in aliased),
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        is_cast=family_of(str(func)) == "cast",
+        is_constant=name in CONSTANTS,
+        is_kinked=name in KINKED,
+        is_whole=func.overloadpacket.__name__ in NOT_EMULATED,
+    )
+
 
 class ModuleCalls:
-    """Follows a forward pass; subclasses see its tensors. Recomputation during the backward pass is ignored."""
+    """Follows a forward pass; subclasses see its tensors. Recomputation during the backward pass is ignored.
 
-    def __init__(self, names: ModuleNames) -> None:
-        self.names = names
+    ``kept``: tensors of an earlier run, which are copied before something writes into their memory.
+    """
+
+    def __init__(self, names: ModuleNames, kept: TensorStore | None = None) -> None:
+        self.names, self.kept = names, kept
         self.calls: list[ModuleCall] = []
+        self.whole_kernels: dict[str, None] = {}  # modules whose matmuls run inside one fused kernel
         self._counts: Counter[str] = Counter()
         self._handles = ExitStack()
         self.top = self._begin(FUNCTION, FUNCTION, None, None)
@@ -74,10 +134,13 @@ class ModuleCalls:
 
     def before_write(self, tensor: Tensor) -> None:
         """An operation is about to write into this tensor."""
+        if self.kept is not None:
+            self.kept.before_write(tensor)
 
     def begins(self, func: Any, args: Any) -> Any:
         """An operation is about to run; the return value is passed to ``ends``."""
-        return None
+        if traits_of(func).is_whole:
+            self.whole_kernels[self.here.name or self.here.kind] = None
 
     def ends(self, begun: Any, func: Any, args: Any, result: Any) -> None:
         """An operation has run."""
@@ -88,9 +151,6 @@ class ModuleCalls:
     def here(self) -> ModuleCall:
         """The innermost running call."""
         return self._stack[-1]
-
-    def count_operation(self) -> None:
-        self._stack[-1].ops += 1
 
     def finished(self, result: Any) -> None:
         """Record what the function itself returned."""
@@ -129,11 +189,10 @@ class ModuleCalls:
     def _on_enter(self, module: Module, args: Any, kwargs: Any) -> None:
         if is_backward():
             return
-        parent = self._stack[-1]
-        parent.has_modules = True
-        call = self._begin(self.names.of(module), type(module).__name__, parent, module)
+        self.here.has_modules = True
+        call = self._begin(self.names.of(module), type(module).__name__, self.here, module)
         self._stack.append(call)
-        self._visit(call, GIVEN, named_tensors(_arguments, args, kwargs))
+        self._visit(call, GIVEN, named_tensors(lambda *given, **named: None, args, kwargs))
 
     def _on_leave(self, module: Module, args: Any, kwargs: Any, output: Any) -> None:
         if is_backward():
@@ -146,15 +205,7 @@ class ModuleCalls:
         self._visit(call, RETURNED, _parts_of(output))
 
     def _begin(self, name: str, kind: str, parent: ModuleCall | None, module: Module | None) -> ModuleCall:
-        call = ModuleCall(
-            index=len(self.calls),
-            name=name,
-            kind=kind,
-            number=self._counts[name],
-            parent=parent,
-            depth=0 if parent is None else parent.depth + 1,
-            module=module,
-        )
+        call = ModuleCall(len(self.calls), name, kind, self._counts[name], parent, module)
         self._counts[name] += 1
         self.calls.append(call)
         return call
@@ -171,14 +222,40 @@ def is_backward() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
-def _arguments(*given: Any, **named: Any) -> None:
-    """Signature whose parameter names are used for the arguments."""
-
-
-def _result(result: Any) -> None:
-    """Signature whose parameter name is used for the result."""
-
-
 def _parts_of(output: Any) -> dict[str, Tensor]:
-    found = named_tensors(_result, (output,), {})
-    return {path.removeprefix(WRAPPED): tensor for path, tensor in found.items()}
+    found = named_tensors(lambda result: None, (output,), {})
+    return {path.removeprefix("result"): tensor for path, tensor in found.items()}
+
+
+class DiffMode(UndoMode):
+    """Sees every operation of a run: undoes writes, makes both sides draw alike, and reports to the calls."""
+
+    def __init__(self, calls: ModuleCalls, draws: SharedRandom) -> None:
+        super().__init__()
+        self.calls, self._draws = calls, draws
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tensors_in(args):
+            self.note_leaf(tensor)
+        if traits_of(func).returns_views:
+            return func(*args, **kwargs)
+        begun = self.calls.begins(func, args)
+        written = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
+        for tensor in tensors_in(written):
+            with _disable_current_modes():
+                self.calls.before_write(tensor)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.calls.ends(begun, func, args, result)
+        return result
+
+    def note_leaf(self, tensor: Tensor) -> None:
+        """Clear a leaf's gradient, so that it holds that of this run only."""
+        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.leaves:
+            super().note_leaf(tensor)
+            tensor.grad = None
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not is_backward():
+            self.calls.here.ops += 1
+        return self._draws(func, args, kwargs) if traits_of(func).draws else func(*args, **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import FunctionType
 from typing import Any
@@ -84,8 +84,15 @@ class ModuleNames:
             self.check_patterns()
 
     def learn(self, model: Module, name: str | None = None) -> None:
-        """Add a model; ``name`` is the prefix of its modules' names."""
-        prefix = self._free_prefix(model) if name is None else name
+        """Add a model; ``name`` is the prefix of its modules' names.
+
+        None: its variable is unknown. Then there is no prefix if it is the only trained one, else it is its class.
+        """
+        prefix = "" if name is None else name
+        if name is None and (any(map(_is_trained, self.roots)) or not _is_trained(model)):
+            taken = {known.partition(".")[0] for known in self._names.values()}
+            kind = type(model).__name__
+            prefix = kind if kind not in taken else f"{kind}{sum(each.startswith(kind) for each in taken) + 1}"
         self.roots.append(model)
         for path, module in named_modules(model).items():
             self._names.setdefault(id(module), ".".join(part for part in (prefix, path) if part))
@@ -106,37 +113,25 @@ class ModuleNames:
     def watched(self, model: Module) -> Iterator[Module]:
         """Yield the modules of a model to compare, each once."""
         for module in dict.fromkeys(named_modules(model).values()) if self.looked_into else ():
-            if not self._patterns or any(fnmatchcase(self.of(module), pattern) for pattern in self._patterns):
+            if self.matches(self.of(module)):
                 yield module
+
+    def matches(self, name: str) -> bool:
+        """Whether a module of this name is to be compared."""
+        return not self._patterns or any(fnmatchcase(name, pattern) for pattern in self._patterns)
 
     def parameters(self) -> list[Parameter]:
         """Return the trained parameters, each once."""
         found = (parameter for model in self.roots for parameter in model.parameters())
         return list(dict.fromkeys(each for each in found if each.requires_grad and not is_lazy(each)))
 
-    def _free_prefix(self, model: Module) -> str:
-        """Return the prefix of a model without a known variable: none if it is the only one, else its class."""
-        if not any(map(_is_trained, self.roots)) and _is_trained(model):
-            return ""
-        taken = {name.partition(".")[0] for name in self._names.values()}
-        kind = type(model).__name__
-        return kind if kind not in taken else f"{kind}{sum(name.startswith(kind) for name in taken) + 1}"
-
     def check_patterns(self) -> None:
         """Raise UnknownName if a pattern matches no module."""
         for pattern in self._patterns:
             if not any(fnmatchcase(name, pattern) for name in self._names.values()):
-                raise _no_match(pattern, self._names.values())
+                listing = "Use names of model.named_modules(); * matches any part of a name, including dots."
+                raise UnknownName("module", pattern, filter(None, self._names.values()), listing=listing)
 
 
 def _is_trained(model: Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
-
-
-def _no_match(pattern: str, names: Iterable[str]) -> UnknownName:
-    return UnknownName(
-        "module",
-        pattern,
-        filter(None, names),
-        listing="Use names of model.named_modules(); * matches any part of a name, including dots.",
-    )

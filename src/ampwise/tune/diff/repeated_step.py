@@ -1,32 +1,41 @@
-"""Run a function repeatedly from the same state: weights, buffers, random numbers and Python attributes."""
+"""Run a function repeatedly from the same state, on one side or the other; afterwards all state is restored.
+
+State means weights, buffers, gradients, arguments, random numbers, Python attributes, and torch's settings.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Module
+from torch.nn.attention import sdpa_kernel
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map
 
 from ampwise.errors import AmpwiseError, BadInput
+from ampwise.numbers.emulation.eager_mode import run_eagerly
+from ampwise.numbers.emulation.emulated_matmuls import emulated
 from ampwise.trace.call_arguments import named_tensors
 from ampwise.trace.python_state import PythonState, muted_output
-from ampwise.trace.recorder import storage_id
-from ampwise.trace.replay import tensors_of
-from ampwise.trace.undo import overwrite
+from ampwise.trace.recorder import overwrite, storage_id
+from ampwise.trace.replay import autocast_forced_to, tensors_of
 from ampwise.trace.user_code import describe_error, describe_type
+from ampwise.train.precision.contexts import PrecisionContexts
+from ampwise.train.precision.precision import PRECISIONS
 from ampwise.train.random_state import capture_random, restore_random
-from ampwise.tune.diff.dispatch_mode import DiffMode
-from ampwise.tune.diff.module_calls import ModuleCalls
+from ampwise.tune.diff.module_calls import DiffMode, ModuleCalls
 from ampwise.tune.diff.names import ModuleNames
-from ampwise.tune.diff.placed_side import PlacedSide
 from ampwise.tune.diff.shared_random import SharedRandom
+from ampwise.tune.diff.side import ATTENTION, Side
 from ampwise.tune.onednn import onednn_restored
 
-__all__ = ["DroppedTensors", "NeedsSaved", "RepeatedStep", "StepRun"]
+__all__ = ["DroppedTensors", "NeedsSaved", "PlacedSide", "RepeatedStep", "StepRun"]
 
 
 class StepRun(NamedTuple):
@@ -37,6 +46,77 @@ class StepRun(NamedTuple):
     went_back: bool
 
 
+class PlacedSide:
+    """A side on a device, with the loss scale it uses."""
+
+    def __init__(self, side: Side, home: torch.device) -> None:
+        self.side, self.device, self.scale = side, side.device or home, 1.0
+        self.moves = side.is_wider or side.device is not None
+        self.contexts = PrecisionContexts(side.arithmetic, self.device.type)
+
+    def moved(self, leaf: Any) -> Any:
+        """Return a tensor as this side takes it; anything else is returned as it is."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        is_wide = self.side.is_wider and leaf.is_floating_point()
+        moved = leaf.detach().to(self.device, torch.float64 if is_wide else leaf.dtype)
+        return moved.requires_grad_(leaf.requires_grad) if leaf.requires_grad else moved
+
+    @contextmanager
+    def in_place(self, models: list[Module], main: Module | None) -> Iterator[None]:
+        """Convert and move weights, and set torch's switches, for forward and backward."""
+        side = self.side
+        with ExitStack() as stack:
+            if self.moves:
+                stack.enter_context(self._models_moved(models))
+            if side.is_wider:
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(torch.float64)
+            if side.policy is not None:
+                for model in models if main is None else (main,):
+                    stack.enter_context(side.policy.apply(model))
+            stack.enter_context(self.contexts.pass_context())
+            if side.attention:
+                stack.enter_context(sdpa_kernel(ATTENTION[side.attention]))
+            if side.compiled:
+                import torch._inductor.config as config
+
+                stack.enter_context(torch.compiler.set_stance("default"))  # whatever stance the user has set
+                stack.enter_context(config.patch(fallback_random=True))  # draw random numbers as eager code does
+            else:
+                stack.enter_context(run_eagerly())
+            yield
+
+    @contextmanager
+    def _models_moved(self, models: list[Module]) -> Iterator[None]:
+        """Move weights by replacing their data: references to the parameters stay valid."""
+        weights = list(dict.fromkeys(each for model in models for each in model.parameters() if not is_lazy(each)))
+        buffers = [
+            (module, name, buffer)
+            for model in models
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not is_lazy(buffer)
+        ]
+        before = [weight.data for weight in weights]
+        try:
+            for weight in weights:
+                weight.data = self.moved(weight.data)
+            for module, name, buffer in buffers:
+                module._buffers[name] = self.moved(buffer)
+            yield
+        finally:
+            for weight, data in zip(weights, before, strict=True):
+                weight.grad = None  # its dtype or device would not match the restored weight
+                weight.data = data
+            for module, name, buffer in buffers:
+                module._buffers[name] = buffer
+
+
+class NeedsSaved(Exception):
+    """The function computes derivatives while it runs, so saved tensors cannot be dropped."""
+
+
 class DroppedTensors:
     """Counts and drops tensors saved in a forward pass that no backward pass follows."""
 
@@ -44,31 +124,22 @@ class DroppedTensors:
         self._seen: dict[int, StorageWeakRef] = {}  # weak references that keep the address from being reused
         self.bytes = 0
 
-    def on(self, weights: Iterable[Tensor]) -> AbstractContextManager[Any]:
-        """Count and drop while inside; ``weights`` are weights, whose memory is not counted."""
+    def on(self, weights: list[Any]) -> AbstractContextManager[Any]:
+        """Count and drop while inside; the memory of ``weights`` is not counted."""
+
+        def unpack(nothing: object) -> Tensor:
+            raise NeedsSaved
+
         for tensor in weights:
-            self._note(tensor)
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+            self._pack(tensor)
+        self.bytes = 0
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
 
     def _pack(self, tensor: Tensor) -> None:
-        if self._note(tensor):
-            self.bytes += tensor.untyped_storage().nbytes()
-
-    def _note(self, tensor: Tensor) -> bool:
-        """Whether its memory is new."""
         storage = storage_id(tensor)
-        if storage in self._seen or tensor.layout != torch.strided:
-            return False
-        self._seen[storage] = StorageWeakRef(tensor.untyped_storage())
-        return True
-
-
-class NeedsSaved(Exception):
-    """The function computes derivatives while it runs, so saved tensors cannot be dropped."""
-
-
-def _unpack(nothing: object) -> Tensor:
-    raise NeedsSaved
+        if storage not in self._seen and tensor.layout == torch.strided:
+            self._seen[storage] = StorageWeakRef(tensor.untyped_storage())
+            self.bytes += tensor.untyped_storage().nbytes()
 
 
 class RepeatedStep:
@@ -96,8 +167,8 @@ class RepeatedStep:
         self._start = capture_random(device)
         self._stack.callback(restore_random, self._start, device)
         self._attributes.note([*self.names.roots, self._function])
-        gradients = [(parameter, parameter.grad) for parameter in self.names.parameters()]
-        self._stack.callback(_restore, gradients)
+        for parameter in self.names.parameters():
+            self._stack.callback(setattr, parameter, "grad", parameter.grad)
         self._drop_gradients()
         return self
 
@@ -114,38 +185,29 @@ class RepeatedStep:
         dropping: DroppedTensors | None = None,
     ) -> StepRun:
         """Run once on a side, reporting to ``calls``. Raise BadInput, in one line, if the function fails."""
+        mode = None if placed.side.compiled else DiffMode(calls, draws)
+        restore_random(self._start, placed.device)
+        torch.clear_autocast_cache()
         try:
-            return self._run(placed, calls, draws, backward, dropping)
+            with ExitStack() as stack:
+                # Undone in reverse order.
+                stack.callback(self._drop_gradients)
+                stack.callback(self._attributes.put_back)
+                stack.enter_context(muted_output() if self._has_run else nullcontext())
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", message="ampwise: .* is not emulated")  # the result notes it
+                stack.enter_context(onednn_restored())
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(placed.in_place(self.names.roots, self.names.main))
+                if mode is None:
+                    stack.enter_context(self._buffers_restored())
+                else:
+                    stack.callback(mode.put_back)
+                ran = self._passes(placed, calls, mode, backward, dropping)
         except (AmpwiseError, NeedsSaved):
             raise
         except Exception as error:
             raise BadInput(f"diff: {placed.side.label}: the step failed: {describe_error(error)}.") from error
-
-    def _run(
-        self,
-        placed: PlacedSide,
-        calls: ModuleCalls,
-        draws: SharedRandom,
-        backward: bool,
-        dropping: DroppedTensors | None,
-    ) -> StepRun:
-        watching = None if placed.side.compiled else DiffMode(calls, draws)
-        restore_random(self._start, placed.device)
-        torch.clear_autocast_cache()
-        with ExitStack() as stack:
-            # Undone in reverse order.
-            stack.callback(self._drop_gradients)
-            stack.callback(self._attributes.put_back)
-            stack.enter_context(muted_output() if self._has_run else nullcontext())
-            stack.enter_context(_known_warnings())
-            stack.enter_context(onednn_restored())
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(placed.in_place(self.names.roots, self.names.main))
-            if watching is None:
-                stack.enter_context(self._buffers_restored())
-            else:
-                stack.callback(watching.put_back)
-            ran = self._passes(placed, calls, watching, backward, dropping)
         self._has_run = True
         return ran
 
@@ -153,46 +215,52 @@ class RepeatedStep:
         self,
         placed: PlacedSide,
         calls: ModuleCalls,
-        watching: DiffMode | None,
+        mode: DiffMode | None,
         backward: bool,
         dropping: DroppedTensors | None,
     ) -> StepRun:
-        function = self._compiled_for(placed)
-        args, kwargs = placed.arguments(self._args), placed.arguments(self._kwargs)
+        side, function = placed.side, self._function
+        if side.compiled:
+            if side.label not in self._compiled:
+                self._compiled[side.label] = torch.compile(function, dynamic=False, backend=side.compiled)
+            function = self._compiled[side.label]
+        args, kwargs = self._args, self._kwargs
+        if placed.moves:
+            args, kwargs = tree_map(placed.moved, args), tree_map(placed.moved, kwargs)
+        # Autocast that the function enters itself is turned off, except for a policy, or in compiled code.
+        forced = None
+        if side.policy is None and not side.compiled:
+            forced = side.arithmetic.name if side.arithmetic.name in PRECISIONS else "fp32"
         with ExitStack() as stack:
-            stack.enter_context(placed.computed(self.names.roots))
-            if watching is not None:
+            if side.recipe is not None:
+                for model in self.names.roots:
+                    stack.enter_context(emulated(model, {model: side.recipe}))
+            if mode is not None:
                 stack.enter_context(calls.watched())
-                stack.enter_context(watching)  # entered last, so it sees the operations as the function calls them
+                stack.enter_context(mode)  # entered last, so it sees the operations as the function calls them
             saved = nullcontext() if dropping is None else dropping.on(self.names.parameters())
-            with saved, placed.forward():
+            with saved, placed.contexts.forward(), autocast_forced_to(forced, placed.device):
                 result = function(*args, **kwargs)
             calls.finished(result)
             loss = _loss_of(result)
             went_back = backward and loss is not None and loss.requires_grad
             if went_back and loss is not None:
-                with placed.backward():
+                with placed.contexts.backward():
                     _run_backward(loss, placed.scale)
             del result
-        names = self._trained(watching, named_tensors(self._function, args, kwargs))
-        gradients = {name: tensor.grad for name, tensor in names.items() if tensor.grad is not None}
+        leaves = [] if mode is None else [leaf.tensor for leaf in mode.leaves.values()]
+        gradients = self._gradients(leaves, named_tensors(self._function, args, kwargs))
         return StepRun(None if loss is None else loss.detach(), gradients, went_back)
 
-    def _compiled_for(self, placed: PlacedSide) -> Callable[..., Any]:
-        label = placed.side.label
-        if label not in self._compiled:
-            self._compiled[label] = placed.function(self._function)
-        return self._compiled[label]
-
-    def _trained(self, watching: DiffMode | None, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return all leaves that receive gradients, by name."""
-        leaves = [] if watching is None else [leaf.tensor for leaf in watching.leaves.values()]
+    def _gradients(self, leaves: list[Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the gradients of parameters and other leaves, by name."""
         known = {id(tensor): name for name, tensor in given.items()}
-        named: dict[str, Tensor] = {}
-        for number, tensor in enumerate(dict.fromkeys([*self.names.parameters(), *leaves])):
-            name = self.names.of_parameter(tensor) or known.get(id(tensor)) or f"tensor {number + 1}"
-            named.setdefault(name, tensor)
-        return named
+        found: dict[str, Tensor] = {}
+        for number, tensor in enumerate(dict.fromkeys([*self.names.parameters(), *leaves]), 1):
+            if tensor.grad is not None:
+                name = self.names.of_parameter(tensor) or known.get(id(tensor)) or f"tensor {number}"
+                found.setdefault(name, tensor.grad)
+        return found
 
     def _drop_gradients(self) -> None:
         for parameter in self.names.parameters():
@@ -209,14 +277,6 @@ class RepeatedStep:
         finally:
             for buffer, copy in zip(buffers, copies, strict=True):
                 overwrite(buffer, copy)
-
-
-@contextmanager
-def _known_warnings() -> Iterator[None]:
-    """Silence our own warning: what is not emulated is noted in the result."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="ampwise: .* is not emulated")
-        yield
 
 
 def _loss_of(result: Any) -> Tensor | None:
@@ -239,8 +299,3 @@ def _run_backward(loss: Tensor, scale: float) -> None:
         raise BadInput(
             "diff: the function calls backward() itself; return the loss instead: diff runs backward() on each side."
         ) from error
-
-
-def _restore(gradients: list[tuple[Any, Tensor | None]]) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ampwise.finding import Finding, Place, Severity
-from ampwise.rules import run_checks
+from ampwise.finding.registry import run_checks
 from ampwise.tune.diff.headline import BASES, difference_headline
 from ampwise.tune.diff.step_difference import (
     BACKWARD,
@@ -110,6 +110,6 @@ class Difference:
         return difference_text(self)
 
     def _repr_html_(self) -> str:
-        from ampwise.tune.diff.notebook import difference_html
+        from ampwise.tune.diff.text import difference_html
 
         return difference_html(self)

@@ -15,7 +15,6 @@ from ampwise.numbers.op_families import base_name
 
 __all__ = ["SharedRandom"]
 
-SEEDED = torch.Tag.nondeterministic_seeded
 LIKE_THE_DEFAULT = ("rand", "randn", "normal")  # factory functions, in torch's default dtype
 
 
@@ -67,7 +66,8 @@ class SharedRandom:
 
     def _sample(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         first = next((each for each in args if isinstance(each, Tensor)), None)
-        dtype = kwargs.get("dtype") or (first.dtype if first is not None else _default(name))
+        default = torch.get_default_dtype() if name in LIKE_THE_DEFAULT else None
+        dtype = kwargs.get("dtype") or (first.dtype if first is not None else default)
         device = torch.device(kwargs.get("device") or (first.device if first is not None else "cpu"))
         elsewhere = self._elsewhere(device)
         narrow = dtype is not None and dtype.is_floating_point and dtype != torch.float32
@@ -88,10 +88,6 @@ class SharedRandom:
     def _elsewhere(self, device: torch.device) -> torch.device | None:
         """Return the device to draw on, if it is another one."""
         return None if self._device is None or self._device.type == device.type else self._device
-
-
-def _default(name: str) -> torch.dtype | None:
-    return torch.get_default_dtype() if name in LIKE_THE_DEFAULT else None
 
 
 def _dropped_inside(func: Any, args: Any, kwargs: Any) -> float | None:

@@ -135,75 +135,16 @@ def parse_side(asked: Any) -> Side:
         raise BadInput(f"diff: expected {SIDE_SYNTAX}, or a Policy; got {asked!r}.")
     first, *words = [word.strip() for word in re.split("[,+]", asked)]
     name, _, device = first.partition("@")
-    emulated = "emulated" in words
-    side = _named(name, asked, emulated=emulated)
+    side = _named(name, asked, emulated="emulated" in words)
     if device:
         side = replace(side, device=_device(device, asked))
     for word in words:
         if word != "emulated":
-            side = _with(side, word, asked)
+            side = _with_option(side, word, asked)
     return side
 
 
-def _named(name: str, asked: str, *, emulated: bool) -> Side:
-    if name.endswith(".json"):
-        policy = _policy(name)
-        return Side(precision=policy.base, policy=policy)
-    if name in ARITHMETICS and not emulated:
-        return Side(precision=name)
-    right = RIGHT_NAMES.get(name.lower())
-    known = list(dict.fromkeys([*ARITHMETICS, *all_names()]))
-    if right is not None or not name:
-        hint = f"Did you mean {right!r}? " if right else ""
-        raise BadInput(f"diff: {asked!r}: expected {SIDE_SYNTAX}. {hint}The precisions are {', '.join(ARITHMETICS)}.")
-    try:
-        recipe = recipe_for_format(name)
-    except UnknownName as error:
-        listing = f"Precisions are {', '.join(ARITHMETICS)}; any other format of `ampwise formats` is emulated."
-        raise UnknownName("precision", name, known, listing=listing) from error
-    return Side(precision=name if name in ARITHMETICS else recipe.name, recipe=recipe)
-
-
-def _policy(file: str) -> Policy:
-    """Read a policy from a JSON file."""
-    try:
-        data = json.loads(Path(file).read_text(encoding="utf-8"))
-        if isinstance(data, dict) and "policy" in data:  # the result of a search contains one
-            _refuse_narrow(file, data)
-            data = data["policy"]
-        return Policy.from_dict(data)
-    except OSError as error:
-        raise BadInput(f"diff: {file}: cannot read the policy: {error.strerror or error}.") from error
-    except (ValueError, AmpwiseError) as error:
-        raise BadInput(f"diff: {file}: expected JSON as written from Policy.as_dict(): {error}") from error
-
-
-def _refuse_narrow(file: str, found: dict[str, Any]) -> None:
-    """Refuse search results with emulated formats, which a policy cannot express."""
-    if found.get("narrow"):
-        names = ", ".join(sorted(set(map(str, found["narrow"].values()))))
-        raise BadInput(
-            f"diff: {file}: this search result has modules in {names}, which an autocast policy cannot express. "
-            "Compare the format itself, such as --b e4m3, or search with --formats bf16,fp32."
-        )
-
-
-def _device(text: str, asked: str) -> torch.device:
-    try:
-        device = torch.device(text)
-    except RuntimeError as error:
-        raise BadInput(f"diff: {asked!r}: expected a device such as cpu or cuda:1, got {text!r}.") from error
-    backend = None if device.type == "cpu" else getattr(torch, device.type, None)
-    seen = (
-        1 if device.type == "cpu" else backend.device_count() if backend is not None and backend.is_available() else 0
-    )
-    if (device.index or 0) >= seen:
-        kinds = "CUDA" if device.type == "cuda" else device.type
-        raise BadInput(f"diff: {asked!r}: torch sees {seen or 'no'} {kinds} devices. Run: ampwise gpu")
-    return device
-
-
-def _with(side: Side, word: str, asked: str) -> Side:
+def _with_option(side: Side, word: str, asked: str) -> Side:
     name, _, value = word.partition("=")
     if word == UP and side.recipe is not None:
         return replace(side, recipe=recipe_with_scales_rounded_up(side.recipe, f"diff: {asked!r}"))
@@ -217,6 +158,59 @@ def _with(side: Side, word: str, asked: str) -> Side:
     if name == "scale":
         return replace(side, scale=_scale(value, asked))
     raise BadInput(f"diff: {asked!r}: unknown option {word!r}; expected {SIDE_SYNTAX}, with {', '.join(OPTIONS)}.")
+
+
+def _named(name: str, asked: str, *, emulated: bool) -> Side:
+    if name.endswith(".json"):
+        policy = _policy(name)
+        return Side(precision=policy.base, policy=policy)
+    if name in ARITHMETICS and not emulated:
+        return Side(precision=name)
+    right = RIGHT_NAMES.get(name.lower())
+    if right is not None or not name:
+        hint = f"Did you mean {right!r}? " if right else ""
+        raise BadInput(f"diff: {asked!r}: expected {SIDE_SYNTAX}. {hint}The precisions are {', '.join(ARITHMETICS)}.")
+    try:
+        recipe = recipe_for_format(name)
+    except UnknownName as error:
+        listing = f"Precisions are {', '.join(ARITHMETICS)}; any other format of `ampwise formats` is emulated."
+        known = list(dict.fromkeys([*ARITHMETICS, *all_names()]))
+        raise UnknownName("precision", name, known, listing=listing) from error
+    return Side(precision=name if name in ARITHMETICS else recipe.name, recipe=recipe)
+
+
+def _policy(file: str) -> Policy:
+    """Read a policy from a JSON file; the result of a search contains one."""
+    try:
+        data = json.loads(Path(file).read_text(encoding="utf-8"))
+        if isinstance(data, dict) and "policy" in data:
+            if data.get("narrow"):
+                names = ", ".join(sorted(set(map(str, data["narrow"].values()))))
+                raise BadInput(
+                    f"diff: {file}: this search result has modules in {names}, which an autocast policy cannot "
+                    "express. Compare the format itself, such as --b e4m3, or search with --formats bf16,fp32."
+                )
+            data = data["policy"]
+        return Policy.from_dict(data)
+    except OSError as error:
+        raise BadInput(f"diff: {file}: cannot read the policy: {error.strerror or error}.") from error
+    except (ValueError, AmpwiseError) as error:
+        raise BadInput(f"diff: {file}: expected JSON as written from Policy.as_dict(): {error}") from error
+
+
+def _device(text: str, asked: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise BadInput(f"diff: {asked!r}: expected a device such as cpu or cuda:1, got {text!r}.") from error
+    seen = 1
+    if device.type != "cpu":
+        backend = getattr(torch, device.type, None)
+        seen = backend.device_count() if backend is not None and backend.is_available() else 0
+    if (device.index or 0) >= seen:
+        kinds = "CUDA" if device.type == "cuda" else device.type
+        raise BadInput(f"diff: {asked!r}: torch sees {seen or 'no'} {kinds} devices. Run: ampwise gpu")
+    return device
 
 
 def _scale(text: str, asked: str) -> float:

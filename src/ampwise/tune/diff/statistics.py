@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +31,35 @@ class PendingComparison(NamedTuple):
     starts: list[int]
     whole: bool  # integers, for which only counts are meaningful
 
+    def measured(self, rows: list[list[float]]) -> TensorDifference:
+        """Combine the rows, as read from the device."""
+        columns = list(zip(*rows, strict=True)) or [()] * COLUMNS
+        norms = [math.sqrt(math.fsum(column)) for column in columns[:3]]
+        largest, at = max(columns[3], default=0.0), 0
+        if rows:
+            worst = columns[3].index(largest)
+            at = self.starts[worst] + int(columns[4][worst])
+        largest_at = [0] * len(self.shape)
+        for dimension in reversed(self.order):
+            at, largest_at[dimension] = divmod(at, max(self.shape[dimension], 1))
+        values = math.prod(self.shape)
+        return TensorDifference(
+            shape=self.shape,
+            norm_a=norms[0],
+            norm_b=norms[1],
+            norm_error=norms[2],
+            largest_error=largest,
+            largest_at=tuple(largest_at),
+            largest_a=max(columns[6], default=0.0),
+            largest_b=max(columns[7], default=0.0),
+            zeros_a=values - int(sum(columns[8])),
+            zeros_b=values - int(sum(columns[9])),
+            bad_a=int(sum(columns[10])),
+            bad_b=int(sum(columns[11])),
+            bad_apart=int(sum(columns[12])),
+            changed=int(sum(columns[5])) if self.whole else None,
+        )
+
 
 class Ledger:
     """Comparisons by key, read all at once."""
@@ -47,56 +75,34 @@ class Ledger:
         self._waiting[key] = compare_tensors(a, b, factors)
 
     def settled(self) -> dict[Any, TensorDifference]:
-        """Return all results. Syncs the device once."""
+        """Return all results, with one transfer per device."""
         rows = [row for each in self._waiting.values() for row in each.rows]
-        read = iter(_read(rows))
-        return {key: _measured(each, [next(read) for _ in each.rows]) for key, each in self._waiting.items()}
+        values: dict[int, list[float]] = {}
+        for device in {row.device for row in rows}:
+            own = [row for row in rows if row.device == device]
+            values |= zip(map(id, own), torch.stack(own).tolist(), strict=True)
+        return {key: each.measured([values[id(row)] for row in each.rows]) for key, each in self._waiting.items()}
 
 
 @torch.no_grad()
 def compare_tensors(a: Tensor, b: Tensor, factors: Factors = UNSCALED) -> PendingComparison:
     """Compare tensors of one shape, which may be on two devices. Sums are in FP64."""
     device = torch.device("cpu") if b.device.type in WITHOUT_FP64 else b.device
-    order = _memory_order(a, b)
-    one, other = a.permute(order), b.permute(order)
-    row_of = _fused if device.type == "cuda" and has_kernels() else _row
-    most = PIECE_ON_CPU if device.type == "cpu" else PIECE
-    if row_of is _fused and a.device == b.device and one.is_contiguous() and other.is_contiguous():
-        most = max(a.numel(), 1)  # the kernel needs no temporary memory
-    rows, starts = [], []
-    for start, piece_a, piece_b in _pieces(one, other, most):
-        rows.append(row_of(piece_a.to(device), piece_b.to(device), factors))
-        starts.append(start)
+    order = tuple(range(a.ndim))
+    if not a.is_contiguous() or not b.is_contiguous():  # maybe they are in another order of dimensions
+        by_stride = tuple(sorted(order, key=b.stride, reverse=True))
+        if a.permute(by_stride).is_contiguous() and b.permute(by_stride).is_contiguous():
+            order = by_stride
+    one, other = a.permute(order).reshape(-1), b.permute(order).reshape(-1)
+    row_of, most = _row, PIECE_ON_CPU if device.type == "cpu" else PIECE
+    if device.type == "cuda" and has_kernels():
+        row_of = _fused
+        if a.device == b.device:
+            most = max(a.numel(), 1)  # the kernel needs no temporary memory
+    pieces = zip(one.split(most), other.split(most), strict=True) if one.numel() else ()
+    rows = [row_of(piece_a.to(device), piece_b.to(device), factors) for piece_a, piece_b in pieces]
+    starts = [number * most for number in range(len(rows))]
     return PendingComparison(tuple(a.shape), order, rows, starts, not a.is_floating_point())
-
-
-def _memory_order(a: Tensor, b: Tensor) -> tuple[int, ...]:
-    """Return an order of dimensions in which both tensors are contiguous, if there is one."""
-    if not a.is_contiguous() or not b.is_contiguous():
-        order = tuple(sorted(range(b.ndim), key=b.stride, reverse=True))
-        if a.permute(order).is_contiguous() and b.permute(order).is_contiguous():
-            return order
-    return tuple(range(a.ndim))
-
-
-def _pieces(a: Tensor, b: Tensor, most: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield pieces of both in index order, and the index at which each begins."""
-    if not a.numel():
-        return
-    if a.is_contiguous() and b.is_contiguous():
-        pairs = zip(a.view(-1).split(most), b.view(-1).split(most), strict=True)
-        yield from ((number * most, one, other) for number, (one, other) in enumerate(pairs))
-        return
-    # Non-contiguous tensors are copied slice by slice, not as a whole.
-    each = a.numel() // a.shape[0]
-    together = max(1, most // each)
-    for number, (one, other) in enumerate(zip(a.split(together), b.split(together), strict=True)):
-        start = number * together * each
-        if one.numel() <= most:
-            yield start, one, other
-        else:
-            for inner, piece_a, piece_b in _pieces(one[0], other[0], most):
-                yield start + inner, piece_a, piece_b
 
 
 def _fused(a: Tensor, b: Tensor, factors: Factors) -> Tensor:
@@ -107,37 +113,29 @@ def _fused(a: Tensor, b: Tensor, factors: Factors) -> Tensor:
 
 
 def _row(a: Tensor, b: Tensor, factors: Factors) -> Tensor:
-    """Compute the columns that ``_measured`` reads. The reference for the kernel."""
+    """Compute the columns that ``PendingComparison.measured`` reads. The reference for the kernel."""
     wide_a, wide_b = _finite(a, factors[0]), _finite(b, factors[1])
     error = wide_b - wide_a
     squares = [torch.dot(each, each) for each in (wide_a, wide_b, error)]
     nothing = squares[0].new_zeros(())
     changed = nothing if a.is_floating_point() else error.count_nonzero()
+    not_finite = [nothing] * 3
+    if a.is_floating_point():
+        bad_a, bad_b = ~a.isfinite(), ~b.isfinite()
+        same = (a == b) | (a.isnan() & b.isnan())
+        # The last counts positions where they differ: +inf and −inf, inf and NaN, inf and 3.
+        not_finite = [each.count_nonzero().double() for each in (bad_a, bad_b, (bad_a | bad_b) & ~same)]
     largest, at = error.abs_().max(0)
     return torch.stack(
         [
             *squares,
             largest,
             *(each.double() for each in (at, changed)),
-            *(_largest(each) for each in (wide_a, wide_b)),
+            *(torch.maximum(-low, high) for low, high in map(torch.aminmax, (wide_a, wide_b))),
             *(each.count_nonzero().double() for each in (a, b)),
-            *_not_finite(a, b),
+            *not_finite,
         ]
     )
-
-
-def _not_finite(a: Tensor, b: Tensor) -> list[Tensor]:
-    """Count non-finite values in a, in b, and positions where they differ: +inf and −inf, inf and NaN, inf and 3."""
-    if not a.is_floating_point():
-        return [torch.zeros((), dtype=torch.float64, device=a.device)] * 3
-    bad_a, bad_b = ~a.isfinite(), ~b.isfinite()
-    same = (a == b) | (a.isnan() & b.isnan())
-    return [each.count_nonzero().double() for each in (bad_a, bad_b, (bad_a | bad_b) & ~same)]
-
-
-def _largest(values: Tensor) -> Tensor:
-    low, high = torch.aminmax(values)
-    return torch.maximum(-low, high)
 
 
 def _finite(tensor: Tensor, factor: float) -> Tensor:
@@ -146,53 +144,3 @@ def _finite(tensor: Tensor, factor: float) -> Tensor:
     if factor != 1.0:
         wide.mul_(factor)
     return wide.nan_to_num_(0.0, 0.0, 0.0) if tensor.is_floating_point() else wide
-
-
-def _read(rows: Sequence[Tensor]) -> list[list[float]]:
-    """Read rows from several devices, one transfer per device."""
-    found: list[list[float]] = [[]] * len(rows)
-    for device in {row.device for row in rows}:
-        places = [place for place, row in enumerate(rows) if row.device == device]
-        for place, values in zip(places, torch.stack([rows[place] for place in places]).tolist(), strict=True):
-            found[place] = values
-    return found
-
-
-def _measured(waiting: PendingComparison, rows: list[list[float]]) -> TensorDifference:
-    columns = list(zip(*rows, strict=True)) or [()] * COLUMNS
-    norms = [math.sqrt(math.fsum(column)) for column in columns[:3]]
-    largest = max(columns[3], default=0.0)
-    worst = columns[3].index(largest) if rows else 0
-    at = waiting.starts[worst] + int(columns[4][worst]) if rows else 0
-    places = dict(zip(waiting.order, _unravelled(at, [waiting.shape[each] for each in waiting.order]), strict=True))
-    values = math.prod(waiting.shape)
-    present = [int(sum(column)) for column in columns[8:10]]
-    return TensorDifference(
-        shape=waiting.shape,
-        norm_a=norms[0],
-        norm_b=norms[1],
-        norm_error=norms[2],
-        largest_error=largest,
-        largest_at=tuple(places[dimension] for dimension in range(len(waiting.shape))),
-        largest_a=max(columns[6], default=0.0),
-        largest_b=max(columns[7], default=0.0),
-        zeros_a=values - present[0],
-        zeros_b=values - present[1],
-        bad_a=int(sum(columns[10])),
-        bad_b=int(sum(columns[11])),
-        bad_apart=int(sum(columns[12])),
-        changed=int(sum(columns[5])) if waiting.whole else None,
-    )
-
-
-def _unravelled(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Convert a flat index to an index per dimension.
-
-    >>> _unravelled(7, (2, 3, 2)), _unravelled(0, ())
-    ((1, 0, 1), ())
-    """
-    found = []
-    for size in reversed(shape):
-        index, place = divmod(index, size) if size else (index, 0)
-        found.append(place)
-    return tuple(reversed(found))

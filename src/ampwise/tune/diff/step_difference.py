@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ampwise.finding import Place
 from ampwise.finding.call_site import CallSite
 from ampwise.numbers.op_families import base_name, family_of
-from ampwise.tune.diff.growth import Growth
 from ampwise.tune.diff.tensor_difference import BEYOND, FLOOR_TIMES, ComparedTensor, finite_or_none
 
 __all__ = [
@@ -18,6 +17,7 @@ __all__ = [
     "FORWARD",
     "FUNCTION",
     "ErrorLocation",
+    "Growth",
     "ModuleRow",
     "OpRow",
     "ParameterRow",
@@ -30,21 +30,9 @@ FUNCTION = "the function"  # the compared function, as a location
 SUMS = ("matrix", "sum", "mean")  # families of operations whose terms may cancel
 DIFFERENCES = ("sub", "rsub", "add")
 # Operations that pass on their input, possibly scaled: they do not amplify errors.
-PLAIN = (
-    "mul",
-    "neg",
-    "clone",
-    "copy",
-    "relu",
-    "abs",
-    "index",
-    "index_select",
-    "gather",
-    "embedding",
-    "cat",
-    "stack",
-    "flip",
-    "roll",
+PLAIN = frozenset(
+    {"mul", "neg", "clone", "copy", "relu", "abs", "index", "index_select", "gather", "embedding", "cat", "stack"}
+    | {"flip", "roll"}
 )
 LARGE = 0.3  # an error that matters even if rounding explains every location
 
@@ -106,12 +94,8 @@ class OpRow:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        line = {"file": self.site.file, "line": self.site.line}
-        return (
-            {"op": self.op, "module": self.module, "call": self.call, "phase": self.phase}
-            | line
-            | self.compared.as_dict()
-        )
+        where = {"op": self.op, "module": self.module, "call": self.call, "phase": self.phase}
+        return where | {"file": self.site.file, "line": self.site.line} | self.compared.as_dict()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,34 +130,23 @@ class ErrorLocation:
     @property
     def cause(self) -> str:
         """The cause, derived from the numbers and the operation; there is a rule for each."""
-        measured = self.compared.measured
+        measured, op = self.compared.measured, self.op
+        family, name = ("", "") if op is None else (family_of(op.op), base_name(op.op))
+        is_sum, is_plain = family in SUMS or name in DIFFERENCES, name in PLAIN
         if self.compared.flipped or measured is None:
             return "choice"
         if measured.apart:
             return "overflow"
-        if self.flushed or (self.subnormal and not self._sums):
+        if self.flushed or (self.subnormal and not is_sum):
             return "underflow"
-        if self._cancels:
+        if is_sum:
             return "cancellation"
-        return "otherwise" if self._is_plain and self.op is not None and self.op.compared.beyond else "steep"
-
-    @property
-    def _sums(self) -> bool:
-        """Whether the operation is a sum or difference."""
-        return self.op is not None and (family_of(self.op.op) in SUMS or base_name(self.op.op) in DIFFERENCES)
-
-    @property
-    def _is_plain(self) -> bool:
-        return self.op is not None and base_name(self.op.op) in PLAIN
-
-    @property
-    def _cancels(self) -> bool:
-        family = "" if self.op is None else family_of(self.op.op)
-        if self._sums or self._is_plain:
-            return self._sums
-        shrinks = max(self.shrinks or 0.0, (self.op.shrinks or 0.0) if self.op is not None else 0.0)
-        # The result is so much smaller than its inputs that this alone explains the error.
-        return not family and shrinks >= max(BEYOND, (self.compared.times or 0.0) / BEYOND)
+        if is_plain:
+            return "otherwise" if op is not None and op.compared.beyond else "steep"
+        # Is the result so much smaller than its inputs that this alone explains the error?
+        shrinks = max(self.shrinks or 0.0, (op.shrinks or 0.0) if op is not None else 0.0)
+        cancels = not family and shrinks >= max(BEYOND, (self.compared.times or 0.0) / BEYOND)
+        return "cancellation" if cancels else "steep"
 
     @property
     def where(self) -> str:
@@ -215,10 +188,17 @@ class ErrorLocation:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        said = {"where": self.where.replace("`", ""), "module": self.module, "class": self.kind, "phase": self.phase}
-        said["cause"] = self.cause
-        closer = {"op": None if self.op is None else self.op.as_dict(), "shrinks": self.shrinks}
-        return said | {"before": self.before or None} | closer | self.compared.as_dict()
+        return {
+            "where": self.where.replace("`", ""),
+            "module": self.module,
+            "class": self.kind,
+            "phase": self.phase,
+            "cause": self.cause,
+            "before": self.before or None,
+            "op": None if self.op is None else self.op.as_dict(),
+            "shrinks": self.shrinks,
+            **self.compared.as_dict(),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +217,41 @@ class SideFacts:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return asdict(self) | {"loss": finite_or_none(self.loss)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """Growth of the error along the depth, over the modules that have one."""
+
+    first: float
+    last: float
+    largest: float
+    largest_at: str
+    modules: int
+    factor: float | None  # per module, from a linear fit to the logarithms
+
+    @classmethod
+    def of(cls, errors: Iterable[tuple[str, float | None]]) -> Growth | None:
+        """
+        >>> Growth.of([("a", 0.0), ("b", 0.001), ("c", 0.002), ("d", 0.004)]).factor
+        2.0
+        """
+        known = [(name, error) for name, error in errors if error is not None and 0 < error < math.inf]
+        if not known:
+            return None
+        largest_at, largest = max(known, key=lambda pair: pair[1])
+        factor, middle = None, (len(known) - 1) / 2
+        if len(known) > 1:
+            slope = sum((place - middle) * math.log2(error) for place, (_, error) in enumerate(known))
+            factor = 2 ** (slope / sum((place - middle) ** 2 for place in range(len(known))))
+        return cls(
+            first=known[0][1],
+            last=known[-1][1],
+            largest=largest,
+            largest_at=largest_at,
+            modules=len(known),
+            factor=factor,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,9 +315,7 @@ class StepDifference:
         return abs(b - a) / abs(a) if a else (math.inf if b else 0.0)
 
     def growth(self, phase: str = FORWARD) -> Growth | None:
-        """Return the growth along the innermost modules, or all if those have no error; for gradients, from the loss
-        back.
-        """
+        """Return the growth along the innermost modules, or all if those have no error; backward from the loss."""
         rows = self.rows if phase == FORWARD else self.rows[::-1]
         found = [(row, row.error if phase == FORWARD else row.gradient_error) for row in rows]
         return Growth.of((row.label, error) for row, error in found if row.is_leaf) or Growth.of(

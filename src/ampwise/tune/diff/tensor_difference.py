@@ -7,7 +7,7 @@ location whose error is more than ``BEYOND`` times that does more than round: it
 at its input, overflows, or flushes to zero.
 
 A gradient passes on the largest error of the gradients before it and of the forward values it uses; if functions have
-kinks (ReLU, a maximum), the square root of the latter, as described in ``tune.diff.expecting``.
+kinks (ReLU, a maximum), the square root of the latter, as described in ``expected_errors``.
 """
 
 from __future__ import annotations

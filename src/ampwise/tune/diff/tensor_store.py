@@ -1,7 +1,9 @@
-"""Keep the first side's tensors until the second side's are compared with them.
+"""Keep the first side's tensors until the second side's are compared with them, within a memory budget.
 
-They are kept by reference, and copied only before something writes into their memory. Those that exceed the memory
-budget of their device are moved to the host.
+They are kept by reference, and copied only before something writes into their memory. Those that exceed the budget of
+their device are moved to the host. The budget lets the peak exceed that of a plain step by at most a quarter. The peak
+is read while the first side runs, at each operation with a large result: the allocator's statistics are not reset, as
+the user may rely on them. Without such statistics, the bytes saved for the backward pass are used.
 """
 
 from __future__ import annotations
@@ -12,22 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampwise.trace.recorder import storage_id
+from ampwise.trace.recorder import storage_id, tensors_in
 from ampwise.trace.value_ranges import readable_values
+from ampwise.tune.diff.statistics import UNSCALED, Factors, Ledger
 
-__all__ = ["TensorStore", "comparable_values", "view_identity"]
+__all__ = ["LEAST", "Comparison", "MemoryBudget", "TensorStore", "comparable_values", "results_in", "view_identity"]
 
-Budget = Callable[[], float]
+MORE = 1.25  # of a plain step's peak; the promise is 1.3, as an estimate misses something
+LEAST = 2**26  # bytes that do not count
 
 
 class TensorStore:
     """Kept tensors by key. ``budget`` returns the bytes of the device that may be used; called for each tensor."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Callable[[], float]) -> None:
         self._budget = budget
         self._kept: dict[Any, Tensor] = {}
         self._by_storage: dict[int, set[Any]] = {}
-        self._bytes: dict[int, int] = {}  # by storage
         self.on_device = 0  # bytes
         self.moved = 0  # bytes that went to the host
 
@@ -50,8 +53,7 @@ class TensorStore:
             self.moved += tensor.nbytes
             return
         if storage not in self._by_storage:
-            self._bytes[storage] = _bytes_on_device(tensor)
-            self.on_device += self._bytes[storage]
+            self.on_device += _bytes_on_device(tensor)
         self._kept[key] = tensor
         self._by_storage.setdefault(storage, set()).add(key)
 
@@ -65,19 +67,88 @@ class TensorStore:
 
     def drop(self, key: Any) -> None:
         """Remove a tensor."""
-        storage = storage_id(self._kept.pop(key))
+        tensor = self._kept.pop(key)
+        storage = storage_id(tensor)
         keys = self._by_storage.get(storage)
         if keys is None:  # a copy on the host
             return
         keys.discard(key)
         if not keys:
             del self._by_storage[storage]
-            self.on_device -= self._bytes.pop(storage)
+            self.on_device -= _bytes_on_device(tensor)
+
+
+class Comparison:
+    """Compares another run's tensors with the kept ones; ``last`` drops each after its comparison."""
+
+    def __init__(self, kept: TensorStore, *, last: bool = True) -> None:
+        self.kept, self._last = kept, last
+        self.ledger = Ledger()
+        self.unlike: dict[int, str] = {}  # slots whose tensors cannot be compared, and why
+
+    def compare(self, slot: int | None, values: Tensor | None, factors: Factors = UNSCALED) -> None:
+        """Compare values with those of a slot, unless that was done before."""
+        if slot is None or values is None or slot not in self.kept or slot in self.ledger or slot in self.unlike:
+            return
+        kept = self.kept[slot]
+        if kept.shape != values.shape:
+            shown = ["×".join(map(str, each.shape)) or "a number" for each in (kept, values)]
+            self.unlike[slot] = f"{shown[0]} in a, {shown[1]} in b"
+        elif kept.is_floating_point() != values.is_floating_point():
+            shown = [str(each.dtype).removeprefix("torch.") for each in (kept, values)]
+            self.unlike[slot] = f"{shown[0]} in a, {shown[1]} in b"
+        else:
+            self.ledger.add(slot, kept, values, factors)
+        if self._last:
+            self.kept.drop(slot)
+
+
+class MemoryBudget:
+    """Memory budget on the first side's device; create it before the first run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._before = self._taken()
+        self._own = 0  # bytes that the first side takes at its peak, beyond those allocated before
+
+    def forward(self, saved: int) -> float:
+        """Return the bytes that may be kept of a forward pass; ``saved`` is what the pass would have saved so far."""
+        return MORE * (self._before + saved) - self._before + LEAST
+
+    def beside(self, share: float, gradients: int) -> float:
+        """Return the bytes that may be kept while the other side runs forward and backward.
+
+        ``share``: the other side's memory relative to the first's; ``gradients``: bytes of its weight gradients.
+        """
+        peak = MORE * (self._before + self._own)
+        return max(LEAST, peak - self._before - gradients - share * self._own)
+
+    def saved(self, saved: int) -> None:
+        """Note how many bytes the first side saves for its backward pass."""
+        self._own = max(self._own, saved)
+
+    def made(self, result: Any, kept: int) -> None:
+        """Note the memory after an operation with this result; ``kept`` bytes are ours."""
+        if self._device is None:
+            return
+        if any(each.layout == torch.strided and each.nbytes >= LEAST for each in results_in(result)):
+            self._own = max(self._own, self._taken() - self._before - kept)
+
+    def _taken(self) -> int:
+        if self._device is None:
+            return 0
+        # The public function for this one number takes five times as long.
+        counts = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return int(counts["allocated_bytes"]["all"]["current"]) if counts else 0
 
 
 def _bytes_on_device(tensor: Tensor) -> int:
-    """Return its bytes on the device; 0 on the host."""
     return 0 if tensor.device.type == "cpu" else tensor.untyped_storage().nbytes()
+
+
+def results_in(result: Any) -> list[Tensor]:
+    """Return the tensors that an operation returned."""
+    return list(tensors_in(result if isinstance(result, list | tuple) else (result,)))
 
 
 def comparable_values(tensor: Tensor) -> Tensor | None:

@@ -1,108 +1,103 @@
-"""Show a difference on a terminal."""
+"""Show a difference on a terminal and in a notebook; the tables are also those of the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from ampwise.finding import html
 from ampwise.finding.terminal import paint, printable
-from ampwise.numbers.number_text import number_text, scale_text
+from ampwise.numbers.number_text import number_text
 from ampwise.report.text_layout import shorten_middle, wrap_text
-from ampwise.rules.amp53x_differences.wording import error_text, op_text, spot_text, times_text
-from ampwise.tune.diff.growth import Growth
-from ampwise.tune.diff.headline import difference_headline, loss_text
-from ampwise.tune.diff.step_difference import (
-    BACKWARD,
-    FORWARD,
-    ModuleRow,
-    OpRow,
-    ParameterRow,
-    SideFacts,
-    StepDifference,
-)
+from ampwise.tune.diff.headline import remarks, side_texts
+from ampwise.tune.diff.step_difference import BACKWARD, ModuleRow, OpRow, ParameterRow, StepDifference
 from ampwise.tune.diff.tensor_difference import ComparedTensor
+from ampwise.tune.diff.wording import error_text, op_text, spot_text, times_text
 
 if TYPE_CHECKING:
     from ampwise.finding import Finding
     from ampwise.tune.diff.result import Difference
 
-__all__ = [
-    "MODULE_HEADINGS",
-    "MOST",
-    "OP_HEADINGS",
-    "PARAMETER_HEADINGS",
-    "difference_text",
-    "growth_text",
-    "module_cells",
-    "noise_text",
-    "op_cells",
-    "parameter_cells",
-    "shown_modules",
-    "shown_ops",
-    "shown_parameters",
-    "side_text",
-]
+__all__ = ["DifferenceTable", "difference_html", "difference_tables", "difference_text", "mood_of"]
 
 MOST = 15  # rows of a table, unless all are requested
 WIDTH = 110
 SHORTEST_NAME = 16
 GAP, INDENT = "  ", "  "
-MODULE_HEADINGS = ("module", "class", "error", "× expected", "SNR dB", "gradient", "× expected")
-PARAMETER_HEADINGS = ("gradient of", "error", "cosine", "SNR dB", "largest error")
-OP_HEADINGS = ("operation", "in", "error", "× expected", "line")
 
 
-def difference_text(result: Difference, *, colour: bool = False, width: int = WIDTH, everything: bool = False) -> str:
-    """Render the whole difference, ending in a newline; ``everything`` lists every row, in order."""
-    evidence = result.evidence
-    parts = [
-        _opening(evidence, colour, width),
-        *(_finding(finding, colour, width) for finding in result.findings),
-        _modules(evidence, colour, width, everything),
-        _ops(evidence, colour, width, everything),
-        _parameters(evidence, colour, width, everything),
-        "\n".join(wrap_text(line, width) for line in _closing(evidence)),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+class DifferenceTable(NamedTuple):
+    """A table of a difference; ``shown`` of ``total`` modules, operations or parameters are in it."""
+
+    headings: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    shown: int
+    total: int
+    left: tuple[int, ...]  # columns that are left-aligned; numbers are right-aligned
 
 
-# Selection and cells, shared with the notebook and the page
+def difference_tables(
+    evidence: StepDifference, modules: int | None = MOST, ops: int | None = MOST, parameters: int | None = MOST
+) -> tuple[DifferenceTable, DifferenceTable, DifferenceTable]:
+    """Return the tables of modules, operations and parameters: so many of each, worst first; None: all, in order."""
+    shown_modules: Sequence[ModuleRow] = evidence.rows
+    if modules is not None:  # those first that rounding explains least, or the code that made their inputs
+        shown_modules = sorted(
+            evidence.rows,
+            key=lambda row: (-max([row.times, *(each.times or 0.0 for each in row.inputs)]), -(row.error or 0.0)),
+        )[:modules]
+    shown_ops: Sequence[OpRow] = evidence.ops
+    if ops is not None:
+        shown_ops = sorted(evidence.ops, key=lambda row: -(row.compared.times or 0.0))[:ops]
+    shown_parameters: Sequence[ParameterRow] = evidence.parameters
+    if parameters is not None:
+        shown_parameters = sorted(evidence.parameters, key=lambda row: -row.compared.error)[:parameters]
+    return (
+        DifferenceTable(
+            ("module", "class", "error", "× expected", "SNR dB", "gradient", "× expected"),
+            [cells for row in shown_modules for cells in _module_cells(row)],
+            len(shown_modules),
+            len(evidence.rows),
+            left=(0, 1),
+        ),
+        DifferenceTable(
+            ("operation", "in", "error", "× expected", "line"),
+            list(map(_op_cells, shown_ops)),
+            len(shown_ops),
+            len(evidence.ops),
+            left=(0, 1, 4),
+        ),
+        DifferenceTable(
+            ("gradient of", "error", "cosine", "SNR dB", "largest error"),
+            list(map(_parameter_cells, shown_parameters)),
+            len(shown_parameters),
+            len(evidence.parameters),
+            left=(0, 4),
+        ),
+    )
 
 
-def shown_modules(evidence: StepDifference, everything: bool = False) -> list[ModuleRow]:
-    """Return the modules that rounding explains least; or all, in the order of calls."""
-    if everything:
-        return list(evidence.rows)
-    return sorted(evidence.rows, key=lambda row: (-_worst_times(row), -(row.error or 0.0)))[:MOST]
+def _module_cells(row: ModuleRow) -> Iterator[tuple[str, ...]]:
+    """Yield a line for the module, after one for the code before it if that is beyond."""
 
+    def worst(compared: Sequence[ComparedTensor]) -> ComparedTensor | None:
+        return max(compared, key=lambda each: (each.times or 0.0, each.error), default=None)
 
-def shown_parameters(evidence: StepDifference, everything: bool = False) -> list[ParameterRow]:
-    """Return the parameters with the largest errors; or all."""
-    if everything:
-        return list(evidence.parameters)
-    return sorted(evidence.parameters, key=lambda row: -row.compared.error)[:MOST]
-
-
-def shown_ops(evidence: StepDifference, everything: bool = False) -> list[OpRow]:
-    """Return the operations that rounding explains least; or all."""
-    if everything:
-        return list(evidence.ops)
-    return sorted(evidence.ops, key=lambda row: -(row.compared.times or 0.0))[:MOST]
-
-
-def module_cells(row: ModuleRow) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of MODULE_HEADINGS: a line for the module, after one for the code before it if that is beyond."""
-    made = _worst(row.inputs)
+    made, forward, backward = worst(row.inputs), worst(row.outputs), worst(row.gradients)
     if made is not None and made.beyond:
         yield (f"(code before {row.label})", "", _error(made), _times(made), _snr(made), "", "")
-    forward, backward = _worst(row.outputs), _worst(row.gradients)
     error = f"only in {row.only}" if row.only else _error(forward)
     yield (row.label, row.kind, error, _times(forward), _snr(forward), _error(backward), _times(backward))
 
 
-def parameter_cells(row: ParameterRow) -> tuple[str, ...]:
-    """Return the cells of PARAMETER_HEADINGS."""
+def _op_cells(row: OpRow) -> tuple[str, ...]:
+    line = f"{PurePath(row.site.file).name}:{row.site.line}" if row.site.file else ""
+    where = f"{row.module or 'the model'}{' (backward)' if row.phase == BACKWARD else ''}"
+    return (row.op, where, _error(row.compared), _times(row.compared), line)
+
+
+def _parameter_cells(row: ParameterRow) -> tuple[str, ...]:
     measured = row.compared.measured
     if measured is None:
         return (row.name, row.compared.why_not, "", "", "")
@@ -112,104 +107,6 @@ def parameter_cells(row: ParameterRow) -> tuple[str, ...]:
         largest = f"not finite: {measured.bad_a:,} in a, {measured.bad_b:,} in b, of {measured.values:,}"
     cosine = "" if measured.cosine is None else f"{measured.cosine:.6f}"
     return (row.name, _error(row.compared), cosine, _snr(row.compared), largest)
-
-
-def op_cells(row: OpRow) -> tuple[str, ...]:
-    """Return the cells of OP_HEADINGS."""
-    line = f"{PurePath(row.site.file).name}:{row.site.line}" if row.site.file else ""
-    where = f"{row.module or 'the model'}{' (backward)' if row.phase == BACKWARD else ''}"
-    return (row.op, where, _error(row.compared), _times(row.compared), line)
-
-
-def side_text(side: SideFacts) -> str:
-    """Describe how a side computed, and its loss."""
-    scale = "" if side.scale is None else f", loss scale {scale_text(side.scale)}"
-    loss = "" if side.loss is None else f", loss {side.loss:.7g}"
-    return f"{side.label} on {side.device}, unit roundoff {side.roundoff:.2g}{scale}{loss}"
-
-
-def growth_text(growth: Growth | None, phase: str) -> str:
-    """Describe how the error grows along the depth."""
-    if growth is None:
-        return ""
-    what = "Forward, along the calls" if phase == FORWARD else "Backward, from the loss"
-    pace = "" if growth.factor is None else f", ×{growth.factor:.3g} per module"
-    return (
-        f"{what}: {error_text(growth.first)} at the first of {growth.modules} modules that differ, "
-        f"{error_text(growth.last)} at the last, at most {error_text(growth.largest)} (`{growth.largest_at}`){pace}."
-    )
-
-
-def noise_text(evidence: StepDifference) -> str:
-    """Describe how two runs of one side differ."""
-    if evidence.floor is None:
-        return "The noise of a was not measured."
-    if not evidence.floor:
-        return "Two runs of a are bitwise equal."
-    return f"Two runs of a differ by up to {error_text(evidence.floor)} (`{evidence.floor_at}`)."
-
-
-# Sections
-
-
-def _opening(evidence: StepDifference, colour: bool, width: int) -> str:
-    mood = "ok" if evidence.first is None else "warning"
-    lines = [paint(wrap_text(f"{difference_headline(evidence)}.", width), mood, colour)]
-    if evidence.first is not None:
-        lines.append(wrap_text(f"It {spot_text(evidence.first)}.{op_text(evidence.first)}", width, INDENT, 0))
-    lines += [f"{INDENT}{name}  {printable(side_text(side))}" for name, side in (("a", evidence.a), ("b", evidence.b))]
-    return "\n".join(lines)
-
-
-def _finding(finding: Finding, colour: bool, width: int) -> str:
-    head = f"{finding.severity}[{finding.rule.code}]"
-    first = wrap_text(f"{head} {finding.rule.name}: {finding.message}", width, "", 0)
-    place = f"{INDENT}--> {printable(str(finding.place))}"
-    lines = [wrap_text(line, width, INDENT, 2) for line in f"help: {finding.fix}".split("\n")]
-    return "\n".join([first.replace(head, paint(head, finding.severity, colour), 1), place, *lines])
-
-
-def _modules(evidence: StepDifference, colour: bool, width: int, everything: bool) -> str:
-    shown = shown_modules(evidence, everything)
-    title = _title("Modules", len(shown), len(evidence.rows), everything, "in the order of calls")
-    return _table(title, MODULE_HEADINGS, [cells for row in shown for cells in module_cells(row)], colour, width)
-
-
-def _ops(evidence: StepDifference, colour: bool, width: int, everything: bool) -> str:
-    shown = shown_ops(evidence, everything)
-    title = _title("Operations", len(shown), len(evidence.ops), everything, "in their order")
-    return _table(title, OP_HEADINGS, [op_cells(row) for row in shown], colour, width)
-
-
-def _parameters(evidence: StepDifference, colour: bool, width: int, everything: bool) -> str:
-    shown = shown_parameters(evidence, everything)
-    title = _title("Gradients of parameters", len(shown), len(evidence.parameters), everything, "all")
-    return _table(title, PARAMETER_HEADINGS, [parameter_cells(row) for row in shown], colour, width)
-
-
-def _closing(evidence: StepDifference) -> Iterator[str]:
-    if line := loss_text(evidence):
-        yield line
-    for phase in (FORWARD, BACKWARD):
-        if line := growth_text(evidence.growth(phase), phase):
-            yield line
-    yield noise_text(evidence)
-    yield from evidence.notes
-
-
-def _title(what: str, shown: int, total: int, everything: bool, order: str) -> str:
-    if everything or shown == total:
-        return f"{what}, {order if everything else 'worst first'}"
-    return f"{what}, the worst {shown} of {total:,} (--all shows all)"
-
-
-def _worst_times(row: ModuleRow) -> float:
-    """Return how far the module, or the code that made its inputs, exceeds what is expected."""
-    return max([row.times, *(each.times or 0.0 for each in row.inputs)])
-
-
-def _worst(compared: Sequence[ComparedTensor]) -> ComparedTensor | None:
-    return max(compared, key=lambda each: (each.times or 0.0, each.error), default=None)
 
 
 def _error(compared: ComparedTensor | None) -> str:
@@ -232,29 +129,81 @@ def _snr(compared: ComparedTensor | None) -> str:
     return "" if snr is None else f"{snr:.0f}"
 
 
-def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], colour: bool, width: int) -> str:
-    """Format a table; the first column takes the space left, numbers are right-aligned."""
-    if not rows:
-        return ""
+# On a terminal
+
+
+def difference_text(result: Difference, *, colour: bool = False, width: int = WIDTH, everything: bool = False) -> str:
+    """Render the whole difference, ending in a newline; ``everything`` lists every row, in order."""
+    evidence, first, most = result.evidence, result.evidence.first, None if everything else MOST
+    opening = [paint(wrap_text(f"{result.verdict}.", width), "ok" if first is None else "warning", colour)]
+    if first is not None:
+        opening.append(wrap_text(f"It {spot_text(first)}.{op_text(first)}", width, INDENT, 0))
+    opening += [f"{INDENT}{name}  {printable(side)}" for name, side in side_texts(evidence).items()]
+    parts = ["\n".join(opening), *(_finding(finding, colour, width) for finding in result.findings)]
+    titles = {
+        "Modules": "in the order of calls",
+        "Operations": "in their order",
+        "Gradients of parameters": "all",
+    }
+    tables = difference_tables(evidence, most, most, most)
+    for (title, order), table in zip(titles.items(), tables, strict=True):
+        if everything or table.shown == table.total:
+            heading = f"{title}, {order if everything else 'worst first'}"
+        else:
+            heading = f"{title}, the worst {table.shown} of {table.total:,} (--all shows all)"
+        if table.rows:
+            parts.append(f"{paint(heading, 'bold', colour)}\n{_aligned(table, colour, width)}")
+    parts.append("\n".join(wrap_text(line, width) for line in remarks(evidence)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _finding(finding: Finding, colour: bool, width: int) -> str:
+    head = f"{finding.severity}[{finding.rule.code}]"
+    first = wrap_text(f"{head} {finding.rule.name}: {finding.message}", width, "", 0)
+    place = f"{INDENT}--> {printable(str(finding.place))}"
+    lines = [wrap_text(line, width, INDENT, 2) for line in f"help: {finding.fix}".split("\n")]
+    return "\n".join([first.replace(head, paint(head, finding.severity, colour), 1), place, *lines])
+
+
+def _aligned(table: DifferenceTable, colour: bool, width: int) -> str:
+    """Format a table; the first column takes the space left."""
     from rich.cells import cell_len
 
-    cells = [headings, *[[printable(cell) for cell in row] for row in rows]]
-    widths = [max(cell_len(row[column]) for row in cells) for column in range(len(headings))]
+    cells = [table.headings, *[[printable(cell) for cell in row] for row in table.rows]]
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     space = width - sum(widths[1:]) - len(GAP) * (len(widths) - 1) - len(INDENT)
     widths[0] = min(widths[0], max(space, SHORTEST_NAME))
-    is_left = [
-        place < _left(headings) or heading in ("line", "largest error") for place, heading in enumerate(headings)
-    ]
-
-    def line(row: Sequence[str]) -> str:
-        texts = [shorten_middle(row[0], widths[0]), *row[1:]]
-        fills = [" " * (space - cell_len(text)) for text, space in zip(texts, widths, strict=True)]
-        aligned = [text + fill if left else fill + text for text, fill, left in zip(texts, fills, is_left, strict=True)]
-        return INDENT + GAP.join(aligned).rstrip()
-
-    return "\n".join([paint(title, "bold", colour), paint(line(headings), "dim", colour), *map(line, cells[1:])])
+    lines = []
+    for name, *others in cells:
+        texts = [shorten_middle(name, widths[0]), *others]
+        for column, text in enumerate(texts):
+            fill = " " * (widths[column] - cell_len(text))
+            texts[column] = text + fill if column in table.left else fill + text
+        lines.append(INDENT + GAP.join(texts).rstrip())
+    return "\n".join([paint(lines[0], "dim", colour), *lines[1:]])
 
 
-def _left(headings: Sequence[str]) -> int:
-    """Return how many columns at the left are names."""
-    return 1 if headings is PARAMETER_HEADINGS else 2
+# In a notebook
+
+
+def mood_of(result: Difference) -> str:
+    """Return the severity of the first finding; "ok" if rounding explains everything."""
+    return "ok" if result.explained else str(result.findings[0].severity)
+
+
+def difference_html(result: Difference) -> str:
+    """Render the verdict, the findings and the worst rows."""
+    evidence, mood = result.evidence, mood_of(result)
+    head = html.paragraph(f"{html.badge('diff', mood)} <b>{html.prose(result.verdict)}</b>")
+    sides = [html.paragraph(f"{name} {html.code(side)}") for name, side in side_texts(evidence).items()]
+    lines = [html.paragraph(html.prose(line), soft=True) for line in remarks(evidence)]
+    parts = [html.box("".join([head, *sides, *lines]), mood), *map(html.finding_html, result.findings)]
+    titles = ("Modules", "Operations", "Gradients as the optimizer gets them")
+    for title, table in zip(titles, difference_tables(evidence), strict=True):
+        if table.rows:
+            cells = [[html.code(first), *map(html.text, rest)] for first, *rest in table.rows]
+            left = 2 if 1 in table.left else 1
+            parts.append(
+                html.paragraph(html.bold(f"{title}, worst first")) + html.table(table.headings, cells, left=left)
+            )
+    return "".join(parts)

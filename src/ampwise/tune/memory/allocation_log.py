@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-__all__ = [
-    "ACTIVATIONS",
-    "CASTS",
-    "COMPENSATION",
-    "GRADIENTS",
-    "INPUTS",
-    "PARAMETERS",
-    "PER_PARAMETER",
-    "STATE",
-    "TEMPORARY",
-    "AllocationLog",
-    "Phase",
-    "rounded",
-]
-
+# Kinds of memory.
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 STATE = "optimizer state"
@@ -28,7 +13,12 @@ COMPENSATION = "compensation"  # with bf16-pure,kahan: the part of a weight that
 CASTS = "cast cache"  # autocast's copies of weights, in 16 bits
 ACTIVATIONS = "activations"  # tensors saved in the forward pass for the backward pass
 INPUTS = "inputs"  # the batch, and the model's buffers
+GATHERED = "gathered weights"  # with FSDP
+REDUCED = "gradient reduction"  # with FSDP
+BUCKETS = "DDP buckets"
 TEMPORARY = "temporary"
+WORKSPACES = "workspaces"  # cuBLAS's, which stay allocated
+ROUNDING = "rounding"  # bytes that tensors get beyond what they request
 PER_PARAMETER = (PARAMETERS, GRADIENTS, STATE, COMPENSATION)  # kinds that do not depend on the batch
 
 SMALLEST = 512  # bytes: torch's caching allocator rounds up to multiples of it
@@ -113,12 +103,6 @@ class AllocationLog:
             most[kind] = max(most.get(kind, 0), now[kind])
         return most
 
-    def resized(self, size: Callable[[str, int], int]) -> AllocationLog:
-        """Return the log with other sizes, computed from a block's kind and bytes."""
-        return replace(
-            self, sizes=tuple(size(kind, nbytes) for kind, nbytes in zip(self.kinds, self.sizes, strict=True))
-        )
-
     def in_training(self, steps: int = 3) -> AllocationLog:
         """Repeat the step, as the allocator's cached blocks depend on the steps before.
 
@@ -138,15 +122,6 @@ class AllocationLog:
             events=(*before, *self.events[start:]),
             phases=tuple(Phase(phase.name, phase.start + shift, phase.end + shift) for phase in self.phases),
         )
-
-    def outliving(self, name: str) -> list[bool]:
-        """Return, for each block, whether it is allocated in the named phase and outlives it."""
-        found = [False] * len(self.sizes)
-        for phase in self.phases:
-            if phase.name == name:
-                for block in {*self.alive(phase.end)} - {*self.alive(phase.start)}:
-                    found[block] = True
-        return found
 
     def _change(self, event: int) -> int:
         return rounded(self.sizes[event]) if event >= 0 else -rounded(self.sizes[~event])

@@ -9,11 +9,13 @@ entirely free are released first.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 
-from ampwise.tune.memory.allocation_log import SMALLEST, AllocationLog, rounded
+from ampwise.tune.memory.allocation_log import ROUNDING, SMALLEST, AllocationLog, rounded
 
-__all__ = ["Allocator", "Level", "SimulatedOutOfMemory", "levels"]
+__all__ = ["Allocator", "Fit", "Level", "MemoryUsage", "RankStep", "SimulatedOutOfMemory", "levels"]
 
 MIB = 2**20
 SMALL = MIB  # requests up to this come from small segments
@@ -72,11 +74,18 @@ class Allocator:
         if nbytes <= 0:
             return None
         size = rounded(nbytes)
-        block = self._best_fit(size) or self._new_segment(size)
+        free = self._free[size <= SMALL]
+        place = bisect_left(free, (size, 0))
+        block = self._blocks[free.pop(place)[1]] if place < len(free) else self._new_segment(size)
         block.free = False
-        rest = block.size - size
-        if rest >= SMALLEST if block.small else rest > SMALL:
-            self._cut(block, size)
+        left = block.size - size
+        if left >= SMALLEST if block.small else left > SMALL:
+            rest = MemoryBlock(block.address + size, left, block.small, True, block, block.after)
+            if rest.after is not None:
+                rest.after.before = rest
+            block.size, block.after = size, rest
+            self._blocks[rest.address] = rest
+            insort(self._free[rest.small], (rest.size, rest.address))
         self.allocated += block.size
         return block.address
 
@@ -93,45 +102,28 @@ class Allocator:
         block.free = True
         insort(self._free[block.small], (block.size, block.address))
 
-    def _best_fit(self, size: int) -> MemoryBlock | None:
-        free = self._free[size <= SMALL]
-        place = bisect_left(free, (size, 0))
-        return self._blocks[free.pop(place)[1]] if place < len(free) else None
-
     def _new_segment(self, size: int) -> MemoryBlock:
         small = size <= SMALL
         if small or size < OWN_SEGMENT:
             segment = SMALL_SEGMENT if small else LARGE_SEGMENT
         else:
             segment = -(-size // SEGMENT_STEP) * SEGMENT_STEP
-        self._release_cached(segment)
+        if self.capacity is not None and self.reserved + segment > self.capacity:
+            self.retries += 1
+            for free in self._free.values():
+                for cached, address in list(free):
+                    block = self._blocks[address]
+                    if block.before is None and block.after is None:  # the whole segment is free
+                        free.remove((cached, address))
+                        del self._blocks[address]
+                        self.reserved -= cached
+            if self.reserved + segment > self.capacity:
+                raise SimulatedOutOfMemory
         block = MemoryBlock(self._next, segment, small)
         self._blocks[block.address] = block
         self._next += segment
         self.reserved += segment
         return block
-
-    def _release_cached(self, segment: int) -> None:
-        if self.capacity is None or self.reserved + segment <= self.capacity:
-            return
-        self.retries += 1
-        for free in self._free.values():
-            for size, address in list(free):
-                block = self._blocks[address]
-                if block.before is None and block.after is None:
-                    free.remove((size, address))
-                    del self._blocks[address]
-                    self.reserved -= size
-        if self.reserved + segment > self.capacity:
-            raise SimulatedOutOfMemory
-
-    def _cut(self, block: MemoryBlock, size: int) -> None:
-        rest = MemoryBlock(block.address + size, block.size - size, block.small, True, block, block.after)
-        if rest.after is not None:
-            rest.after.before = rest
-        block.size, block.after = size, rest
-        self._blocks[rest.address] = rest
-        insort(self._free[rest.small], (rest.size, rest.address))
 
     def _join(self, left: MemoryBlock, right: MemoryBlock) -> MemoryBlock:
         for block in (left, right):
@@ -157,3 +149,71 @@ def levels(log: AllocationLog, allocator: Allocator | None = None) -> list[Level
             allocator.release(places.pop(~event))
         found.append(allocator.level)
     return found
+
+
+class Fit(StrEnum):
+    """Whether a step fits into a device's memory."""
+
+    YES = "yes"
+    TIGHT = "tight"  # only because the allocator releases cached memory in between, which takes time at every step
+    NO = "no"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUsage:
+    """Bytes of a step."""
+
+    peak: int  # torch.cuda.max_memory_allocated()
+    reserved: int  # torch.cuda.max_memory_reserved()
+    phase: str  # in which the peak occurs
+    split: Mapping[str, int] = field(hash=False)  # of the peak, by kind
+    most: Mapping[str, int] = field(hash=False)  # by kind, each at its own moment
+    phases: Mapping[str, int] = field(hash=False)  # the peak of each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """A training step on one rank."""
+
+    log: AllocationLog
+    extra: Mapping[str, int]  # bytes that are always allocated, by kind
+
+    @property
+    def usage(self) -> MemoryUsage:
+        """What torch would report during training, with the allocator's cache of earlier steps."""
+        again = self.log.in_training()
+        after = levels(again)
+        always = sum(self.extra.values())
+        phases = {
+            phase.name: always + max(level.allocated for level in after[phase.start : phase.end + 1])
+            for phase in again.phases
+        }
+        name = max(phases, key=lambda phase: phases[phase])
+        within = again.phase(name)
+        moment = max(range(within.start, within.end + 1), key=lambda index: after[index].allocated)
+        split = again.split(moment) | dict(self.extra)
+        split[ROUNDING] = phases[name] - sum(split.values())
+        return MemoryUsage(
+            peak=phases[name],
+            reserved=always + max(level.reserved for level in after),
+            phase=name,
+            split=split,
+            most=self.log.most() | dict(self.extra),
+            phases=phases,
+        )
+
+    @property
+    def lowest(self) -> int:
+        """The peak without allocator overhead."""
+        return self.log.peak(*self.log.phases) + sum(self.extra.values())
+
+    def fit(self, available: int) -> Fit:
+        """Return whether the step fits the available bytes; if it is close, simulate the allocator with that limit."""
+        if self.lowest > available:
+            return Fit.NO
+        allocator = Allocator(available - sum(self.extra.values()))
+        try:
+            levels(self.log.in_training(), allocator)
+        except SimulatedOutOfMemory:
+            return Fit.NO
+        return Fit.TIGHT if allocator.retries else Fit.YES

@@ -1,7 +1,9 @@
 """Make CPU tensors follow CUDA's paths through torch: its autocast, and operations that it composes differently.
 
 Fake tensors on a CUDA device cannot be trained without a GPU, and a prediction should not depend on whether there is
-one. So the tensors are fake ones on the CPU, and within ``as_cuda`` the dispatcher routes them like CUDA's.
+one. So the tensors are fake ones on the CPU, and within ``as_cuda`` the dispatcher routes them like CUDA's. Where torch
+composes an operation differently for CUDA than for a CPU, other tensors are saved for backward; each function here
+follows torch's C++ for CUDA tensors. Only shapes and dtypes are worked out; nothing is computed.
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ampwise.tune.memory.autocast_ops import FP32, FP32_OUTPUT, LOWER, NORMS, PROMOTE
-from ampwise.tune.memory.cuda_paths import COMPOSED
 
 __all__ = ["as_cuda"]
 
 ATEN = torch.ops.aten
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 ONE_AT_A_TIME = threading.RLock()  # the dispatcher is global
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+FLASH_HEAD = 256  # the widest head that the flash kernel takes
+ALIGNED_BYTES = 16  # the memory-efficient kernel needs heads that are multiples of this
 Kernel = Callable[..., Any]
-Cache = WeakValueDictionary[tuple[int, torch.dtype], Tensor]
 
 
 @contextmanager
@@ -43,20 +46,23 @@ def as_cuda() -> Iterator[None]:
         yield
 
 
+# --- autocast -----------------------------------------------------------------------------------------------------
+
+
 def _autocast_kernels() -> Iterator[tuple[str, Kernel]]:
     on_cuda, on_cpu = _registered("AutocastCUDA"), _registered("AutocastCPU")
-    cache: Cache = WeakValueDictionary()
+    cache: WeakValueDictionary[tuple[int, torch.dtype], Tensor] = WeakValueDictionary()
     # Operations that both cast to the lower dtype stay as they are, with torch's own cache of cast weights.
     for name in sorted((LOWER & on_cuda) - on_cpu):
-        yield name, partial(_lower, _operator(name), cache)
+        yield name, partial(_cast_first, _operator(name), lambda _: partial(_lowered, cache))
     for name in sorted(FP32 & on_cuda):
-        yield name, partial(_fp32, _operator(name))
+        yield name, partial(_cast_first, _operator(name), lambda _: Tensor.float)
+    for name in sorted(PROMOTE & on_cuda):
+        yield name, partial(_cast_first, _operator(name), _to_widest)
     for name in sorted(FP32_OUTPUT & on_cuda):
         yield name, partial(_fp32_output, _operator(name), _operator(name))
     for name in sorted(on_cuda & {*NORMS}):
         yield name, partial(_fp32_output, _operator(name), _operator(NORMS[name]))
-    for name in sorted(PROMOTE & on_cuda):
-        yield name, partial(_promote, _operator(name))
     for name in sorted(on_cpu - on_cuda):
         yield name, torch.library.fallthrough_kernel
 
@@ -72,36 +78,19 @@ def _operator(name: str) -> Kernel:
     return found
 
 
-def _lower(operator: Kernel, cache: Cache, *args: Any, **kwargs: Any) -> Any:
+def _cast_first(
+    operator: Kernel, cast_for: Callable[[Any], Callable[[Tensor], Tensor]], *args: Any, **given: Any
+) -> Any:
+    """Call the operator without autocast, its floating-point tensors cast as ``cast_for`` says for these arguments."""
+    cast = cast_for((args, given))
+    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+        args, given = tree_map(lambda leaf: cast(leaf) if _is_cast(leaf) else leaf, (args, given))
+        return operator(*args, **given)
+
+
+def _lowered(cache: WeakValueDictionary[tuple[int, torch.dtype], Tensor], tensor: Tensor) -> Tensor:
+    """Cast to autocast's dtype. A weight's cast is cached while something holds it: the graph, to its last use."""
     dtype = torch.get_autocast_dtype("cpu")
-    with _no_autocast():
-        cast = partial(_cached, cache, dtype)
-        return operator(*_cast(cast, args), **_cast(cast, kwargs))
-
-
-def _fp32(operator: Kernel, *args: Any, **kwargs: Any) -> Any:
-    with _no_autocast():
-        return operator(*_cast(Tensor.float, args), **_cast(Tensor.float, kwargs))
-
-
-def _fp32_output(operator: Kernel, typed: Kernel, *args: Any, **kwargs: Any) -> Any:
-    with _no_autocast():
-        asked = kwargs.get("dtype") is not None or any(isinstance(value, torch.dtype) for value in args)
-        if asked or not _is_cast(args[0]):
-            return operator(*args, **kwargs)
-        return typed(*args, **kwargs | {"dtype": torch.float32})
-
-
-def _promote(operator: Kernel, *args: Any, **kwargs: Any) -> Any:
-    dtypes = {value.dtype for value in tree_leaves((args, kwargs)) if _is_cast(value)}
-    widest = torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cpu")
-    with _no_autocast():
-        cast = partial(Tensor.to, dtype=widest)
-        return operator(*_cast(cast, args), **_cast(cast, kwargs))
-
-
-def _cached(cache: Cache, dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """Return the cast of a weight, cached while something holds it: the graph does, from first to last use."""
     if not (tensor.is_leaf and tensor.requires_grad):
         return tensor.to(dtype)
     found = cache.get((id(tensor), dtype))
@@ -110,8 +99,17 @@ def _cached(cache: Cache, dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return found
 
 
-def _cast(cast: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    return tree_map(lambda leaf: cast(leaf) if _is_cast(leaf) else leaf, tree)
+def _to_widest(arguments: Any) -> Callable[[Tensor], Tensor]:
+    dtypes = {leaf.dtype for leaf in tree_leaves(arguments) if _is_cast(leaf)}
+    return partial(Tensor.to, dtype=torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cpu"))
+
+
+def _fp32_output(operator: Kernel, typed: Kernel, *args: Any, **given: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+        asked = given.get("dtype") is not None or any(isinstance(value, torch.dtype) for value in args)
+        if asked or not _is_cast(args[0]):
+            return operator(*args, **given)
+        return typed(*args, **given | {"dtype": torch.float32})
 
 
 def _is_cast(leaf: object) -> bool:
@@ -119,5 +117,102 @@ def _is_cast(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64
 
 
-def _no_autocast() -> Any:
-    return torch._C._ExcludeDispatchKeyGuard(AUTOCAST)
+# --- operations that CUDA composes differently ---------------------------------------------------------------------
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Call the kernel that torch picks on a GPU with tensor cores: flash, else memory-efficient, else math."""
+    width, value_width = query.shape[-1], value.shape[-1]
+    grouped = enable_gqa and query.shape[-3] != key.shape[-3]
+    flash = (
+        attn_mask is None
+        and query.dim() == 4
+        and query.dtype in SIXTEEN_BITS
+        and width == value_width <= FLASH_HEAD
+        and torch.backends.cuda.flash_sdp_enabled()
+    )
+    if flash:
+        return ATEN._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    efficient = (
+        query.dim() == 4
+        and all(each.shape[-1] * each.element_size() % ALIGNED_BYTES == 0 for each in (query, value))
+        and query.dtype in (*SIXTEEN_BITS, torch.float32)
+        and torch.backends.cuda.mem_efficient_sdp_enabled()
+    )
+    if efficient and not grouped:
+        bias = attn_mask
+        if bias is not None:
+            if bias.dtype == torch.bool:
+                bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
+            bias = bias.expand(*query.shape[:-1], key.shape[-2])
+        trained = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+        return ATEN._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+            query, key, value, bias, trained, dropout_p, is_causal, scale=scale
+        )[0]
+    options: dict[str, Any] = {"enable_gqa": True} if grouped else {}
+    return ATEN._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, **options
+    )[0]
+
+
+def dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    """Save a boolean mask, as CUDA's kernel does; on a CPU it has the input's dtype."""
+    if p == 0 or not train or not input.numel():
+        return input
+    return torch.native_dropout(input, p, train)[0]
+
+
+class FusedRmsNorm(torch.autograd.Function):
+    """RMSNorm as one kernel, which saves its input and one number per row; a CPU composes it from five."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, dims: int) -> tuple[Tensor, Tensor]:
+        scale = input.new_empty((*input.shape[: input.dim() - dims], *[1] * dims), dtype=torch.float32)
+        ctx.save_for_backward(input, weight, scale)
+        ctx.mark_non_differentiable(scale)
+        return torch.empty_like(input), scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        input, weight, _ = ctx.saved_tensors
+        return torch.empty_like(input), None if weight is None else torch.empty_like(weight), None
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> tuple[Tensor, Tensor]:
+    return FusedRmsNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _softmax_like(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Cast from FP16 to FP32 inside the kernel; BF16 has no such kernel, so it is copied."""
+
+    def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        if input.dtype == torch.float16 and dtype == torch.float32:
+            return kernel(input, dim, True)
+        return kernel(input if dtype is None else input.to(dtype), dim, False)
+
+    return softmax
+
+
+# Operators with another path on CUDA, and that path.
+COMPOSED: dict[str, Callable[..., Any]] = {
+    "scaled_dot_product_attention": attention,
+    "dropout": dropout,
+    "softmax.int": _softmax_like(ATEN._softmax.default),
+    "log_softmax.int": _softmax_like(ATEN._log_softmax.default),
+}
+if hasattr(ATEN, "_fused_rms_norm"):  # without it, CUDA runs the same five kernels
+    COMPOSED["_fused_rms_norm"] = rms_norm

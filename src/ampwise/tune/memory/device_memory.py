@@ -9,16 +9,6 @@ from ampwise.errors import BadInput
 from ampwise.hardware.catalog import COMMON_FORMATS, Gpu, gpu_named, gpus
 from ampwise.hardware.device import CudaDevice
 
-__all__ = [
-    "CONTEXT",
-    "GIB",
-    "DeviceMemory",
-    "catalog_memory",
-    "catalog_memory_sizes",
-    "cublas_workspaces",
-    "local_memory",
-]
-
 MIB, GIB = 2**20, 2**30
 
 # Allowance for CUDA's context and loaded kernels, allocated before the first tensor. It differs by GPU, driver and
@@ -60,13 +50,7 @@ def catalog_memory(gpu: Gpu | str) -> DeviceMemory:
     memory = gpu.figure("memory_bytes")
     if memory is None:
         raise BadInput(f"--gpu {gpu.id}: the catalog has no memory size for it.")
-    return DeviceMemory(
-        name=gpu.name,
-        total=int(memory.value),
-        basis="datasheet",
-        capability=gpu.compute_capability,
-        lacks=_lacking(gpu),
-    )
+    return _memory_of(gpu, int(memory.value), "datasheet")
 
 
 def local_memory() -> DeviceMemory | None:
@@ -76,21 +60,17 @@ def local_memory() -> DeviceMemory | None:
     from ampwise.hardware.torch_info import read_devices
 
     devices, _ = read_devices(torch)
-    return _measured(devices[0]) if devices else None
+    return _memory_of(devices[0], devices[0].memory_bytes, "measured here") if devices else None
 
 
-def _measured(device: CudaDevice) -> DeviceMemory:
+def _memory_of(device: Gpu | CudaDevice, total: int, basis: str) -> DeviceMemory:
     return DeviceMemory(
         name=device.name,
-        total=device.memory_bytes,
-        basis="measured here",
+        total=total,
+        basis=basis,
         capability=device.compute_capability,
-        lacks=_lacking(device),
+        lacks=tuple(fmt for fmt in COMMON_FORMATS if device.has_tensor_cores(fmt) is False),
     )
-
-
-def _lacking(device: Gpu | CudaDevice) -> tuple[str, ...]:
-    return tuple(fmt for fmt in COMMON_FORMATS if device.has_tensor_cores(fmt) is False)
 
 
 def catalog_memory_sizes() -> list[DeviceMemory]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ampwise.errors import BadInput, UnknownName
 from ampwise.train.low_bit.pure_bf16 import OPTIONS, PURE
 from ampwise.train.precision.precision import EMULATE, PRECISIONS, TrainPrecision, precision_named
 from ampwise.tune.memory.allocation_log import AllocationLog
-from ampwise.tune.memory.decoder import decoder_factory
-from ampwise.tune.memory.decoder_shapes import DecoderShape, count_text, decoder_shape, parse_count
+from ampwise.tune.memory.allocator import Fit
+from ampwise.tune.memory.decoder import DecoderShape, count_text, decoder_factory, decoder_shape, parse_count
 from ampwise.tune.memory.device_memory import (
     DeviceMemory,
     catalog_memory,
@@ -18,13 +19,10 @@ from ampwise.tune.memory.device_memory import (
     cublas_workspaces,
     local_memory,
 )
-from ampwise.tune.memory.fit_search import fewest_ranks, largest_batch
 from ampwise.tune.memory.optimizers import MODELLED, checked_optimizer
-from ampwise.tune.memory.peak import Fit
-from ampwise.tune.memory.ranks import Fsdp
 from ampwise.tune.memory.result import Estimate, MemoryEstimate
 from ampwise.tune.memory.setup import Progress, SetupFacts, TrainingSetup
-from ampwise.tune.train_case import CaseFactory, load_factory, make_factory
+from ampwise.tune.train_case import CaseFactory, make_factory
 
 __all__ = ["memory"]
 
@@ -83,19 +81,29 @@ def memory(
         raise BadInput("--fsdp and --ddp exclude each other: give one of them.")
     factory, shape = _model_source(what, params, sizes)
     chosen = [_precision(name) for name in precisions or PRECISIONS]
-    batches = _batches(batch)
+    batches: list[int | None] = [*dict.fromkeys(batch)] if isinstance(batch, Sequence) else [batch]
+    if not batches or any(size is not None and size < 1 for size in batches):
+        raise BadInput(f"--batch {','.join(map(str, batches))}: expected at least 1 row.")
     device = catalog_memory(gpu) if gpu is not None else local_memory()
     setup = TrainingSetup(
         factory,
         optimizer=None if optimizer is None else checked_optimizer(optimizer),
         checkpointing=checkpointing,
-        fsdp=None if fsdp is None else Fsdp(ranks=fsdp),
+        fsdp=fsdp,
         ddp=ddp,
         workspaces=cublas_workspaces(device.capability if device else None),
         progress=progress,
     )
     estimates = tuple(_estimate(setup, precision, size, device) for size in batches for precision in chosen)
-    facts = setup.facts(chosen[0], batches[0])
+    facts = setup.run(chosen[0], batches[0])[1]
+    largest_batch = None
+    if largest and facts.rows is not None and device is not None:
+        found: dict[AllocationLog, int] = {}  # TF32 is FP32 in memory, and BF16 nearly always equals FP16
+        logs = {precision: setup.run(precision, facts.rows)[0] for precision in chosen}
+        for precision, log in logs.items():
+            if log not in found:
+                found[log] = setup.largest_batch(precision, facts.rows, device.usable)
+        largest_batch = {precision.name: found[log] for precision, log in logs.items()}
     return MemoryEstimate(
         name=factory.name,
         parameters=facts.parameters,
@@ -107,8 +115,8 @@ def memory(
         ddp=ddp,
         gpu=device,
         estimates=estimates,
-        largest_batch=_largest(setup, chosen, facts.rows, device) if largest else None,
-        notes=tuple(_notes(shape, params, setup, facts, chosen, device)),
+        largest_batch=largest_batch,
+        notes=tuple(_notes(shape, params, fsdp, facts, chosen, device)),
     )
 
 
@@ -126,7 +134,7 @@ def _model_source(
             f"{what if isinstance(what, str) else getattr(what, '__name__', 'the function')}: a model from a function "
             f"has its own sizes; leave out {', '.join(f'--{name}'.replace('_', '-') for name in given)}."
         )
-    return (load_factory(what) if isinstance(what, str) else make_factory(what)), None
+    return make_factory(what), None
 
 
 def _precision(name: str) -> TrainPrecision:
@@ -136,68 +144,38 @@ def _precision(name: str) -> TrainPrecision:
         found = precision_named(name)  # raises if the options are wrong
         if found.pure is not None:
             return found
-    raise _refused(name)
-
-
-def _refused(name: str) -> BadInput | UnknownName:
     instead = NOT_COUNTED.get(EMULATE if name.startswith(EMULATE) else name)
     if instead is not None:
-        return BadInput(f"precision {name!r}: its memory cannot be predicted yet. {instead}")
+        raise BadInput(f"precision {name!r}: its memory cannot be predicted yet. {instead}")
     if name in OPTIONS:
-        return BadInput(f"{name!r} is an option of {PURE}: {PURE},{name}.")
+        raise BadInput(f"{name!r} is an option of {PURE}: {PURE},{name}.")
     *others, last = OPTIONS
     listing = (
         f"The precisions are {', '.join((*PRECISIONS, PURE))}; after {PURE} and a comma, {', '.join(others)} or {last}."
     )
-    return UnknownName("precision", name, (*PRECISIONS, PURE, *OPTIONS), listing=listing)
-
-
-def _batches(batch: int | Sequence[int] | None) -> list[int | None]:
-    sizes: list[int | None] = [*batch] if isinstance(batch, Sequence) else [batch]
-    if not sizes or any(size is not None and size < 1 for size in sizes):
-        shown = ",".join(map(str, sizes))
-        raise BadInput(f"--batch {shown}: expected at least 1 row.")
-    return list(dict.fromkeys(sizes))
+    raise UnknownName("precision", name, (*PRECISIONS, PURE, *OPTIONS), listing=listing)
 
 
 def _estimate(
     setup: TrainingSetup, precision: TrainPrecision, batch: int | None, device: DeviceMemory | None
 ) -> Estimate:
     step = setup.step(precision, batch)
-    peak = step.peak
+    usage = step.usage
     fits = None if device is None else step.fit(device.usable)
     return Estimate(
+        **asdict(usage),
         precision=precision.name,
-        batch=setup.facts(precision, batch).rows,
-        peak=peak.allocated,
-        reserved=peak.reserved,
-        phase=peak.phase,
-        split=peak.split,
-        most=peak.most,
-        phases=peak.phases,
+        batch=setup.run(precision, batch)[1].rows,
         fits=fits,
-        ranks=fewest_ranks(setup, precision, batch, device.usable) if device is not None and fits is Fit.NO else None,
-        smallest=next((size for size in catalog_memory_sizes() if peak.reserved <= size.usable), None),
+        ranks=setup.fewest_ranks(precision, batch, device.usable) if device is not None and fits is Fit.NO else None,
+        smallest=next((size for size in catalog_memory_sizes() if usage.reserved <= size.usable), None),
     )
-
-
-def _largest(
-    setup: TrainingSetup, chosen: Sequence[TrainPrecision], rows: int | None, device: DeviceMemory | None
-) -> dict[str, int] | None:
-    if rows is None or device is None:
-        return None
-    found: dict[AllocationLog, int] = {}  # TF32 is FP32 in memory, and BF16 nearly always equals FP16
-    for precision in chosen:
-        log = setup.whole(precision, rows)
-        if log not in found:
-            found[log] = largest_batch(setup, precision, rows, device.usable)
-    return {precision.name: found[setup.whole(precision, rows)] for precision in chosen}
 
 
 def _notes(
     shape: DecoderShape | None,
     params: str | float | None,
-    setup: TrainingSetup,
+    fsdp: int | None,
     facts: SetupFacts,
     precisions: Sequence[TrainPrecision],
     device: DeviceMemory | None,
@@ -215,7 +193,7 @@ def _notes(
         yield CUDNN
     if facts.recurrent:
         yield RECURRENT
-    if setup.fsdp is not None:
+    if fsdp is not None:
         yield FSDP
     missing = [each.name for each in precisions if device is not None and each.units in device.lacks]
     if device is not None and missing:

@@ -1,38 +1,59 @@
-"""Fake tensors, which have a shape and dtype but no memory. All are on the CPU, whatever device the code names."""
+"""Fake tensors, which have a shape and dtype but no memory. All are on the CPU, whatever device the code names.
+
+Numbers that a model's code uses while the model is made are real: many models set the rates of their layers by
+``[rate.item() for rate in torch.linspace(0, 0.1, depth)]``. Such numbers begin with a range or a list, are few, and are
+not weights: they are computed, and weights are not.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["replaced", "without_memory"]
+__all__ = ["real_values", "without_memory"]
+
+# A DataLoader shuffles by a permutation, and its seed is a single number.
+RANGES = frozenset({"aten::arange", "aten::linspace", "aten::logspace", "aten::randperm"})
+FEW = 2**20  # elements
 
 
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Make all tensors fake while inside: a model of any size takes no memory, and its passes almost no time."""
+    init = torch.autocast.__init__
+
+    def init_on_cpu(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        """Make autocast for CUDA apply to the CPU, where the tensors are."""
+        init(self, _on_cpu(device_type), *args, **kwargs)
+
+    def set_data(old: Tensor, new: Tensor) -> None:
+        """Set a parameter's data, as ``Module.to`` does: torch would swap the two, and refuses for fake tensors."""
+        old.data = new.data
+
     # Real tensors, from a file or from numpy, count by their shapes.
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         OnCpu(),
-        replaced(torch.autocast, "__init__", _init_on_cpu(torch.autocast.__init__)),
-        replaced(torch.utils, "swap_tensors", _set),
-        replaced(FakeTensor, "__deepcopy__", _copied),
-        replaced(logging.getLogger(FakeTensor.__module__), "disabled", True),  # errors are raised anyway
+        _replaced(torch.autocast, "__init__", init_on_cpu),
+        _replaced(torch.utils, "swap_tensors", set_data),
+        _replaced(FakeTensor, "__deepcopy__", _copied),
+        _replaced(logging.getLogger(FakeTensor.__module__), "disabled", True),  # errors are raised anyway
     ):
         yield
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute while inside; restore or delete it afterwards."""
     own = vars(owner).get(name)
     setattr(owner, name, value)
@@ -62,20 +83,6 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
-def _init_on_cpu(init: Callable[..., None]) -> Callable[..., None]:
-    """Make autocast for CUDA apply to the CPU, where the tensors are."""
-
-    def on_cpu(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-        init(self, _on_cpu(device_type), *args, **kwargs)
-
-    return on_cpu
-
-
-def _set(old: Tensor, new: Tensor) -> None:
-    """Set a parameter's data, as ``Module.to`` does: torch would swap the two, and refuses for fake tensors."""
-    old.data = new.data
-
-
 def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     """Copy a fake tensor: torch's own deepcopy gives each view another storage."""
     if id(tensor) not in memo:
@@ -84,3 +91,31 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         memo[id(tensor)] = Parameter(copy, tensor.requires_grad) if is_parameter else copy
         memo[id(tensor)].requires_grad_(tensor.requires_grad)
     return memo[id(tensor)]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def real_values() -> Iterator[None]:
+    """Give ranges, lists and what is computed from them real values while inside. Weights have none."""
+    # Torch's truncated normal redraws until no value is outside, and so reads values: skip it.
+    with RealNumbers(), _replaced(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor):
+        yield
+
+
+class RealNumbers(TorchDispatchMode):
+    """Runs operations without fake inputs for real."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return func(*args, **kwargs)
+        if not tensors:
+            fake = func(*args, **kwargs)
+            is_whole_number = isinstance(fake, Tensor) and not fake.ndim and fake.dtype == torch.int64
+            if not (is_whole_number or (func._schema.name in RANGES and fake.numel() <= FEW)):
+                return fake
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)

@@ -6,16 +6,13 @@ The sizes follow torch's sources. cuDNN chooses its workspaces for convolutions 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampwise.tune.memory.row_sum import row_sum_buffer
-from ampwise.tune.memory.tracker import Scratch
-
-__all__ = ["SCRATCH"]
+__all__ = ["SCRATCH", "row_sum", "row_sum_buffer"]
 
 ATEN = torch.ops.aten
 FLOAT = 4  # bytes
@@ -24,12 +21,18 @@ WARP = 32
 DIRECT_INDICES = 3072  # up to here an embedding's gradients are summed without sorting
 ROWS_A_THREAD = 10
 
+# Of sums over rows.
+MAX_THREADS = 512
+WIDEST_LOAD = 4  # elements
+FEWEST_A_THREAD, MOST_A_THREAD = 16, 256
+THREADS_A_PROCESSOR = 2048
+PROCESSORS = 132  # of an H100 or H200; the buffer depends on it only where there are very few columns
+
 
 def flash_backward(gradient: Tensor, query: Tensor, *_: Any, **__: Any) -> int:
     """Return the bytes for the query's gradient in FP32, and one sum per row."""
     rows, heads, length, width = query.shape
-    padded = _up(length, 128)
-    return rows * heads * padded * FLOAT * (_up(width, 32) + 1)
+    return rows * heads * _up(length, 128) * FLOAT * (_up(width, 32) + 1)
 
 
 def embedding_backward(gradient: Tensor, indices: Tensor, words: int, *_: Any, **__: Any) -> int:
@@ -52,11 +55,38 @@ def row_sum(input: Tensor, dims: Sequence[int] | None = None, *_: Any, **__: Any
     return row_sum_buffer(rows, input.numel() // rows)
 
 
+def row_sum_buffer(rows: int, columns: int) -> int:
+    """Return the bytes for the sum over the rows of a row-major matrix.
+
+    With few columns and many rows, thread blocks share a column's rows and leave partial sums in a buffer in global
+    memory, which is larger than necessary. The numbers follow ``setReduceConfig`` of torch's ``Reduce.cuh``.
+
+    >>> row_sum_buffer(4096, 2048) / 2**20, row_sum_buffer(128, 2048)
+    (64.0, 0)
+    """
+    # A thread block: the columns each thread loads at once, its width in such loads, and its height in rows.
+    load = next(size for size in (WIDEST_LOAD, 2, 1) if columns % size == 0)
+    most = MAX_THREADS // load
+    width, height = (1 << (min(size, most).bit_length() - 1) for size in (columns // load, rows))  # powers of two
+    height = min(height, most // min(width, WARP))
+    width = min(width, most // height)
+    if rows < min(FEWEST_A_THREAD * height, MOST_A_THREAD):
+        return 0  # each thread sums a column by itself
+    a_thread = -(-rows // height)
+    wide = -(-(columns // load) // width)
+    target = PROCESSORS * (THREADS_A_PROCESSOR // (width * height))
+    if a_thread < MOST_A_THREAD or wide > target:
+        return 0
+    parts = max(min(-(-target // wide), -(-a_thread // FEWEST_A_THREAD)), -(-a_thread // MOST_A_THREAD))
+    return FLOAT * columns * parts * width * load if parts > 1 else 0  # sums are FP32, whatever is summed
+
+
 def _up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-SCRATCH: dict[Any, Scratch] = {
+# By operator, the bytes that its kernel allocates while it runs, from its arguments.
+SCRATCH: dict[Any, Callable[..., int]] = {
     ATEN._scaled_dot_product_flash_attention_backward.default: flash_backward,
     ATEN.embedding_dense_backward.default: embedding_backward,
     ATEN.sum.dim_IntList: row_sum,

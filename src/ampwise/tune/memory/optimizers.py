@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ampwise.errors import UnknownName
-from ampwise.train.low_bit.optimizers import TORCHAO_OPTIMIZERS
-from ampwise.train.low_bit.quantized_state import QUANTIZED_OPTIMIZERS, QuantizedMoments
-from ampwise.tune import training_step as step
+from ampwise.train.low_bit.optimizers import QUANTIZED_OPTIMIZERS, TORCHAO_OPTIMIZERS, QuantizedMoments
+from ampwise.tune import train_case as step
 
 __all__ = ["MODELLED", "NAMES", "checked_optimizer", "make_optimizer"]
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class StateOnlyOptimizer(Optimizer):
@@ -37,28 +35,15 @@ class StateOnlyOptimizer(Optimizer):
 class CodedMoments(StateOnlyOptimizer):
     """Stand-in for torchao's optimizers: two quantized moments, with an option to round BF16 weights stochastically."""
 
-    def __init__(self, parameters: Iterable[Parameter], coded: QuantizedMoments) -> None:
-        super().__init__(parameters, lambda parameter: {name: _moment(parameter, coded) for name in MOMENTS})
-        self.bf16_stochastic_round = False
+    bf16_stochastic_round = False
 
+    def __init__(self, coded: QuantizedMoments, parameters: Iterable[Parameter]) -> None:
+        def moments(parameter: Parameter) -> dict[str, Tensor]:
+            """Return tensors of as many bytes as the moments."""
+            nbytes = coded.moment_bytes(parameter.numel(), parameter.element_size())
+            return {name: parameter.new_empty(nbytes, dtype=torch.uint8) for name in ("exp_avg", "exp_avg_sq")}
 
-def _moment(parameter: Parameter, coded: QuantizedMoments) -> Tensor:
-    """Return a tensor of as many bytes as the moment."""
-    if not coded.codes(parameter.numel()):
-        return torch.empty_like(parameter)
-    return parameter.new_empty(coded.moment_bytes(parameter.numel(), parameter.element_size()), dtype=torch.uint8)
-
-
-def _coded(coded: QuantizedMoments) -> Callable[[list[Parameter]], Optimizer]:
-    return lambda parameters: CodedMoments(parameters, coded)
-
-
-def _one_moment(parameter: Parameter) -> dict[str, Any]:
-    return {"exp_avg": torch.empty_like(parameter)}
-
-
-def _fused(name: str) -> Callable[[list[Parameter]], Optimizer]:
-    return lambda parameters: step.make_optimizer(name, parameters, fused=True)
+        super().__init__(parameters, moments)
 
 
 # By the names that Engine takes. Adam keeps the same state as AdamW: only weight decay differs.
@@ -67,9 +52,9 @@ CODES: dict[str, QuantizedMoments] = {
     for name in TORCHAO_OPTIMIZERS
 }
 MAKERS: dict[str, Callable[[list[Parameter]], Optimizer]] = {
-    **{name: _fused(name) for name in step.OPTIMIZERS},
-    **{name: _coded(coded) for name, coded in CODES.items()},
-    "lion": lambda parameters: StateOnlyOptimizer(parameters, _one_moment),
+    **{name: partial(step.make_optimizer, name, fused=True) for name in step.OPTIMIZERS},
+    **{name: partial(CodedMoments, coded) for name, coded in CODES.items()},
+    "lion": lambda parameters: StateOnlyOptimizer(parameters, lambda each: {"exp_avg": torch.empty_like(each)}),
     "adafactor": torch.optim.Adafactor,
 }
 NAMES = tuple(MAKERS)

@@ -1,31 +1,46 @@
-"""Result of ``memory`` as plain data: for Python, for JSON, for a notebook."""
+"""Result of ``memory``: plain data, and its tables and sentences for the terminal and for notebooks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from ampwise.tune.memory.allocation_log import PER_PARAMETER
-from ampwise.tune.memory.decoder_shapes import DecoderShape
-from ampwise.tune.memory.device_memory import CONTEXT, DeviceMemory
-from ampwise.tune.memory.peak import Fit
+from ampwise.finding.html import bold, box, paragraph, table, text
+from ampwise.tune.memory.allocation_log import (
+    ACTIVATIONS,
+    BUCKETS,
+    CASTS,
+    GATHERED,
+    INPUTS,
+    PER_PARAMETER,
+    REDUCED,
+    TEMPORARY,
+    WORKSPACES,
+)
+from ampwise.tune.memory.allocator import Fit, MemoryUsage
+from ampwise.tune.memory.decoder import DecoderShape, count_text
+from ampwise.tune.memory.device_memory import CONTEXT, GIB, MIB, DeviceMemory
 
-__all__ = ["Estimate", "MemoryEstimate"]
+__all__ = ["CAPTION", "Estimate", "MemoryEstimate", "MemoryLine", "headline", "lines", "title", "verdicts"]
+
+KINDS = (*PER_PARAMETER, CASTS, ACTIVATIONS, INPUTS, GATHERED, REDUCED, BUCKETS, TEMPORARY, WORKSPACES)  # as shown
+DERIVED, ALLOWANCE = "derived", "allowance"
+CAPTION = (
+    "Each row is the maximum of its kind: the peak is below their sum, since activations are freed as gradients appear."
+)
+VERDICTS = {
+    Fit.NO: "It does not fit",
+    Fit.TIGHT: "It fits tightly: the allocator has to release and reallocate memory at every step",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class Estimate(MemoryUsage):
     """A step in one precision with one batch size; per rank, if there are several. In bytes."""
 
     precision: str
     batch: int | None
-    peak: int  # torch.cuda.max_memory_allocated()
-    reserved: int  # torch.cuda.max_memory_reserved()
-    phase: str  # in which the peak occurs
-    split: Mapping[str, int] = field(hash=False)  # of the peak, by kind
-    most: Mapping[str, int] = field(hash=False)  # by kind, each at its own moment
-    phases: Mapping[str, int] = field(hash=False)  # the peak of each
     fits: Fit | None  # whether it fits the GPU; None without a GPU
     ranks: int | None  # the fewest FSDP ranks on which it fits that GPU; None if it fits, or nothing helps
     smallest: DeviceMemory | None = None  # the smallest GPU memory in the catalog that suffices
@@ -110,11 +125,117 @@ class MemoryEstimate:
         }
 
     def __str__(self) -> str:
-        from ampwise.tune.memory.text import as_text
-
-        return as_text(self)
+        parts = [headline(self)]
+        for batch in self.batches:
+            rows = [(title(self, batch), *self.precisions, "basis")]
+            rows += [(line.label, *line.cells, line.basis) for line in lines(self, batch)]
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            parts.append("")
+            for label, *cells, basis in rows:
+                shown = (cell.rjust(width) for cell, width in zip(cells, widths[1:-1], strict=True))
+                parts.append("  ".join((label.ljust(widths[0]), *shown, basis)).rstrip())
+        return "\n".join([*parts, "", *verdicts(self), CAPTION, *self.notes])
 
     def _repr_html_(self) -> str:
-        from ampwise.tune.memory.notebook import memory_html
+        parts = [box(paragraph(bold(headline(self))), "info")]
+        for batch in self.batches:
+            rows = [
+                [bold(line.label) if line.strong else text(line.label), *map(text, line.cells), text(line.basis)]
+                for line in lines(self, batch)
+            ]
+            parts.append(table([title(self, batch), *self.precisions, "basis"], rows))
+        parts += [paragraph(text(sentence)) for sentence in verdicts(self)]
+        parts += [paragraph(text(note), soft=True) for note in (CAPTION, *self.notes)]
+        return "".join(parts)
 
-        return memory_html(self)
+
+class MemoryLine(NamedTuple):
+    """A row of the table: a cell for each precision."""
+
+    label: str
+    cells: tuple[str, ...]
+    basis: str
+    strong: bool = False
+
+
+def headline(result: MemoryEstimate) -> str:
+    """Describe the model and how it is trained."""
+    how = [result.optimizer]
+    if result.checkpointing:
+        how.append("blocks recomputed")
+    if result.fsdp is not None:
+        how.append(f"a rank of {result.fsdp} with FSDP")
+    if result.ddp:
+        how.append("DDP")
+    frozen = result.parameters - result.trained
+    parameters = f"{count_text(result.parameters)} parameters" + (f", {count_text(frozen)} frozen" if frozen else "")
+    return f"{result.name}: {parameters}; {', '.join(how)}"
+
+
+def lines(result: MemoryEstimate, batch: int | None) -> Iterator[MemoryLine]:
+    """Yield the rows of the table for one batch size."""
+    columns = [result.at(precision, batch) for precision in result.precisions]
+    _, unit = _unit(result)
+
+    def shown(nbytes: int) -> str:
+        digits = 2 if unit == GIB else 1
+        least = 10**-digits
+        if nbytes <= 0:
+            return "-"
+        return f"<{least}" if nbytes < least * unit else f"{nbytes / unit:.{digits}f}"
+
+    def row(label: str, size: Callable[[Estimate], int], *, basis: str = DERIVED, strong: bool = False) -> MemoryLine:
+        return MemoryLine(label, tuple(shown(size(column)) for column in columns), basis, strong)
+
+    for kind in KINDS:
+        if any(kind in column.most for column in columns):
+            yield row(kind, lambda column, kind=kind: column.most.get(kind, 0))  # type: ignore[misc]
+    if result.fsdp is None:
+        each = tuple(f"{column.per_parameter / result.parameters:.2f}" for column in columns)
+        yield MemoryLine("bytes per parameter", each, DERIVED)
+    yield row("peak", lambda column: column.peak, strong=True)
+    yield MemoryLine("peak in", tuple(column.phase for column in columns), "")
+    yield row("reserved", lambda column: column.reserved)
+    yield row("CUDA context", lambda _: CONTEXT, basis=ALLOWANCE)
+    yield row("needed", lambda column: column.needed, strong=True)
+    if result.gpu is not None:
+        yield MemoryLine("fits", tuple(str(column.fits) for column in columns), result.gpu.basis, strong=True)
+    else:
+        sizes = (column.smallest and f"{column.smallest.total / GIB:.0f} GiB" for column in columns)
+        yield MemoryLine("fits a GPU of", tuple(size or "none" for size in sizes), "datasheet", strong=True)
+
+
+def _unit(result: MemoryEstimate) -> tuple[str, int]:
+    """Return the unit for all numbers, and its bytes."""
+    return ("GiB", GIB) if max(each.needed for each in result.estimates) >= 2 * GIB else ("MiB", MIB)
+
+
+def title(result: MemoryEstimate, batch: int | None) -> str:
+    """Return the title of a table: batch size and unit."""
+    unit, _ = _unit(result)
+    return unit if batch is None else f"batch {batch}, {unit}"
+
+
+def verdicts(result: MemoryEstimate) -> Iterator[str]:
+    """Yield what follows from the table, in sentences."""
+    device = result.gpu
+    if device is None:
+        return
+    yield (
+        f"{device.name} has {device.total / GIB:.1f} GiB ({device.basis}), "
+        f"of which torch can use {device.usable / GIB:.1f}."
+    )
+    for fit, verdict in VERDICTS.items():
+        found = [
+            each.precision if each.batch is None else f"{each.precision} with a batch of {each.batch}"
+            for each in result.estimates
+            if each.fits is fit
+        ]
+        if found:
+            yield f"{verdict}: {', '.join(found)}."
+    ranks = {each.precision: each.ranks for each in result.estimates if each.ranks is not None}
+    if ranks:
+        yield f"With FSDP it would fit on {', '.join(f'{count} ranks in {name}' for name, count in ranks.items())}."
+    if result.largest_batch is not None:
+        shown = ", ".join(f"{size or 'none'} in {name}" for name, size in result.largest_batch.items())
+        yield f"The largest batch that fits: {shown}."

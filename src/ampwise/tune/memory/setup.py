@@ -1,12 +1,18 @@
-"""A model and how it is trained; its steps run once each, on fake tensors."""
+"""A model and how it is trained, alone or on several ranks; its steps run once each, on fake tensors.
+
+The memory of each of several ranks is derived from the step of one. FSDP shards parameters, gradients and optimizer
+state, and gathers weights block by block. DDP keeps everything on every rank, and adds buckets for the gradients.
+"""
 
 from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -15,28 +21,39 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
 )
-from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from ampwise.errors import AmpwiseError, BadInput
 from ampwise.finding.terminal import printable
 from ampwise.trace.user_code import INSTALLED, OURS
 from ampwise.train.precision.precision import TrainPrecision
-from ampwise.tune.memory.allocation_log import AllocationLog
+from ampwise.tune.memory.allocation_log import (
+    BUCKETS,
+    CASTS,
+    GATHERED,
+    PER_PARAMETER,
+    REDUCED,
+    WORKSPACES,
+    AllocationLog,
+)
+from ampwise.tune.memory.allocator import Fit, RankStep
 from ampwise.tune.memory.as_cuda import as_cuda
-from ampwise.tune.memory.blocks import checkpointed
-from ampwise.tune.memory.fake_tensors import without_memory
+from ampwise.tune.memory.fake_tensors import real_values, without_memory
 from ampwise.tune.memory.optimizers import make_optimizer
-from ampwise.tune.memory.peak import WORKSPACES, Fit, Peak, check_fit, find_peak
-from ampwise.tune.memory.ranks import Fsdp, FsdpUnits, ddp_buckets, fsdp_units
-from ampwise.tune.memory.real_values import real_values
-from ampwise.tune.memory.tracked_step import track
-from ampwise.tune.train_case import CaseFactory, TrainCase
-
-__all__ = ["Progress", "RankStep", "SetupFacts", "TrainingSetup"]
+from ampwise.tune.memory.tracker import track
+from ampwise.tune.train_case import CaseFactory
 
 READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 DEFAULT_OPTIMIZER = "adamw"
 FP32_BYTES = 4
+MOST_RANKS = 1024
+MOST_ROWS = 2**30
+MOST_ROWS_RUN = 2**12  # if each size has to be simulated
+# Blocks that FSDP holds in full at the same time: the one that computes, and for the next one both the receive buffer
+# and the weights it is copied to.
+GATHERED_BLOCKS = 3
+# Gradients of the block that computes, and for the one before it the gradients being reduced and their packed copy.
+REDUCED_BLOCKS = 3
 Progress = Callable[[str], object]
 
 
@@ -46,32 +63,13 @@ class SetupFacts:
 
     parameters: int
     trained: int
+    gradient_bytes: int
     rows: int | None  # rows of its batch
     optimizer: str
     convolutions: bool
     recurrent: bool
-    units: FsdpUnits
-    buckets: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStep:
-    """A training step on one rank."""
-
-    log: AllocationLog
-    extra: Mapping[str, int]  # bytes that are always allocated
-
-    @property
-    def peak(self) -> Peak:
-        return find_peak(self.log, self.extra)
-
-    @property
-    def lowest(self) -> int:
-        """The peak without allocator overhead."""
-        return self.log.peak(*self.log.phases) + sum(self.extra.values())
-
-    def fit(self, available: int) -> Fit:
-        return check_fit(self.log, self.extra, available)
+    block: int  # elements of the largest repeated block: FSDP gathers one at once
+    outside: int  # elements in no block: gathered from first use to the end of the backward pass
 
 
 class TrainingSetup:
@@ -83,77 +81,193 @@ class TrainingSetup:
         *,
         optimizer: str | None,
         checkpointing: bool = False,
-        fsdp: Fsdp | None = None,
+        fsdp: int | None = None,
         ddp: bool = False,
         workspaces: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        self.factory, self.fsdp = factory, fsdp
-        self._optimizer, self._checkpointing, self._ddp = optimizer, checkpointing, ddp
-        self._workspaces = workspaces
+        if fsdp is not None and fsdp < 1:
+            raise BadInput(f"--fsdp {fsdp}: expected at least 1 rank.")
+        self._factory, self._optimizer, self._checkpointing = factory, optimizer, checkpointing
+        self._fsdp, self._ddp, self._workspaces = fsdp, ddp, workspaces
         self._progress = progress or (lambda doing: None)
         self._runs: dict[tuple[object, int | None], tuple[AllocationLog, SetupFacts]] = {}
 
-    def facts(self, precision: TrainPrecision, batch: int | None) -> SetupFacts:
-        return self._run(precision, batch)[1]
-
-    def step(self, precision: TrainPrecision, batch: int | None, *, fsdp: Fsdp | None = None) -> RankStep:
-        """Return a step of one rank; ``fsdp`` overrides the case's."""
-        return self.shared(self.whole(precision, batch), precision, fsdp)
-
-    def whole(self, precision: TrainPrecision, batch: int | None) -> AllocationLog:
-        """Return the log of a step on a single rank."""
-        return self._run(precision, batch)[0]
-
-    def shared(self, log: AllocationLog, precision: TrainPrecision, fsdp: Fsdp | None = None) -> RankStep:
-        """Return one rank's part of a single-rank step."""
-        extra = {WORKSPACES: self._workspaces}
-        facts = next(facts for _, facts in self._runs.values())
-        if self._ddp:
-            extra |= facts.buckets
-        fsdp = fsdp or self.fsdp
-        if fsdp is None:
-            return RankStep(log=log, extra=extra)
-        element_bytes = FP32_BYTES if precision.dtype is None else precision.dtype.itemsize
-        return RankStep(log=fsdp.share(log), extra=extra | fsdp.extra(facts.units, element_bytes))
-
-    def _run(self, precision: TrainPrecision, batch: int | None) -> tuple[AllocationLog, SetupFacts]:
+    def run(self, precision: TrainPrecision, batch: int | None) -> tuple[AllocationLog, SetupFacts]:
+        """Return the log of a step on a single rank, and facts about the model."""
         form = (precision.dtype, precision.pure)  # TF32 is FP32 in memory
-        key = (form, batch)
-        if key not in self._runs:
+        if (form, batch) not in self._runs:
             self._progress(f"{precision.name}{'' if batch is None else f', batch {batch}'}")
             found = self._tracked(precision, batch)
-            self._runs[key] = self._runs[form, found[1].rows] = found
-        return self._runs[key]
+            self._runs[form, batch] = self._runs[form, found[1].rows] = found
+        return self._runs[form, batch]
+
+    def step(self, precision: TrainPrecision, batch: int | None, *, fsdp: int | None = None) -> RankStep:
+        """Return a step of one rank; ``fsdp``, a number of ranks, overrides the setup's."""
+        return self._on_rank(self.run(precision, batch)[0], precision, fsdp or self._fsdp)
+
+    def fewest_ranks(self, precision: TrainPrecision, batch: int | None, available: int) -> int | None:
+        """Return the fewest FSDP ranks, a power of two, on which a step fits the available bytes; None if none does."""
+        ranks = 2
+        while ranks <= MOST_RANKS:
+            if self.step(precision, batch, fsdp=ranks).fit(available) is Fit.YES:
+                return ranks
+            ranks *= 2
+        return None
+
+    def largest_batch(self, precision: TrainPrecision, rows: int, available: int) -> int:
+        """Return the largest batch with which a step fits the available bytes, to 1%, extrapolated from two sizes.
+
+        The fit may be tight. The extrapolated size is then simulated; if it does not fit, or the steps of the two sizes
+        differ, sizes are tried one by one.
+        """
+
+        def fits(size: int) -> bool:
+            return self.step(precision, size).fit(available) is not Fit.NO
+
+        # With a single row, dimensions of one change which operations copy: two and three rows are more typical.
+        sizes = (rows, 2 * rows) if rows > 1 else (2, 3)
+        first, second = (self.run(precision, size)[0] for size in sizes)
+        log_at = extrapolate(first, second, batches=sizes)
+        if log_at is None:
+            return largest_fitting(fits, MOST_ROWS_RUN, rows)
+
+        def step_at(size: int) -> RankStep:
+            return self._on_rank(log_at(size), precision, self._fsdp)
+
+        top = largest_fitting(lambda size: step_at(size).lowest <= available, MOST_ROWS, rows)
+        # A batch may pack better than a smaller one: search from above for the first that fits.
+        below = range(top, 0, -max(1, top // 100))
+        found = next((size for size in below if step_at(size).fit(available) is not Fit.NO), 0)
+        return found if found == 0 or fits(found) else largest_fitting(fits, found - 1, found - 1)
+
+    def _on_rank(self, log: AllocationLog, precision: TrainPrecision, ranks: int | None) -> RankStep:
+        """Return one rank's part of a single-rank step."""
+        facts = next(facts for _, facts in self._runs.values())
+        extra = {WORKSPACES: self._workspaces}
+        if self._ddp:  # copies of all gradients; with ``gradient_as_bucket_view=True`` there are none
+            extra[BUCKETS] = facts.gradient_bytes
+        if ranks is None or ranks == 1:
+            return RankStep(log=log, extra=extra)
+        element_bytes = FP32_BYTES if precision.dtype is None else precision.dtype.itemsize
+        extra[GATHERED] = element_bytes * (facts.outside + GATHERED_BLOCKS * facts.block)
+        extra[REDUCED] = element_bytes * (facts.outside + REDUCED_BLOCKS * facts.block)
+        return RankStep(log=fsdp_share(log, ranks), extra=extra)
 
     def _tracked(self, precision: TrainPrecision, batch: int | None) -> tuple[AllocationLog, SetupFacts]:
-        with without_memory(), as_cuda(), _errors_in_one_line(self.factory.name):
+        name = self._factory.name
+        with without_memory(), as_cuda(), _errors_in_one_line(name):
             with real_values():
-                case = self.factory.make("cpu", batch)
-            optimizer = self._optimizer_of(case)
-            context = checkpointed(case.model, self.factory.name) if self._checkpointing else nullcontext()
-            with context:
+                case = self._factory.make("cpu", batch)
+            own = case.optimizer if self._optimizer is None else None
+            optimizer = make_optimizer(self._optimizer or DEFAULT_OPTIMIZER, case.parameters) if own is None else own
+            with checkpointed(case.model, name) if self._checkpointing else nullcontext():
                 log = track(case, precision, optimizer)
-            return log, self._facts_of(case, optimizer)
+            model = case.model
+            blocks = repeated_blocks(model)
+            inside = {parameter for block in blocks for parameter in block.parameters()}
+            return log, SetupFacts(
+                parameters=sum(parameter.numel() for parameter in model.parameters()),
+                trained=sum(parameter.numel() for parameter in case.parameters),
+                gradient_bytes=sum(parameter.nbytes for parameter in case.parameters),
+                rows=case.rows,
+                optimizer=self._optimizer or DEFAULT_OPTIMIZER if own is None else f"its own {type(own).__name__}",
+                convolutions=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
+                recurrent=any(isinstance(module, nn.RNNBase) for module in model.modules()),
+                block=max((sum(each.numel() for each in block.parameters()) for block in blocks), default=0),
+                outside=sum(each.numel() for each in model.parameters() if each not in inside),
+            )
 
-    def _optimizer_of(self, case: TrainCase) -> Optimizer:
-        if self._optimizer is None and case.optimizer is not None:
-            return case.optimizer
-        return make_optimizer(self._optimizer or DEFAULT_OPTIMIZER, case.parameters)
 
-    def _facts_of(self, case: TrainCase, optimizer: Optimizer) -> SetupFacts:
-        own = self._optimizer is None and case.optimizer is not None
-        model = case.model
-        return SetupFacts(
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            trained=sum(parameter.numel() for parameter in case.parameters),
-            rows=case.rows,
-            optimizer=f"its own {type(optimizer).__name__}" if own else self._optimizer or DEFAULT_OPTIMIZER,
-            convolutions=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
-            recurrent=any(isinstance(module, nn.RNNBase) for module in model.modules()),
-            units=fsdp_units(model),
-            buckets=ddp_buckets(model),
+# --- other batch sizes and ranks ------------------------------------------------------------------------------------
+
+
+def extrapolate(
+    first: AllocationLog, second: AllocationLog, *, batches: tuple[int, int]
+) -> Callable[[int], AllocationLog] | None:
+    """Return the log at any batch size, from those at two: nearly every size is a constant plus bytes per row.
+
+    None if the two steps do not consist of the same operations.
+    """
+    if (first.events, first.kinds) != (second.events, second.kinds):
+        return None
+    rows = batches[1] - batches[0]
+    slopes = [(b - a) // rows for a, b in zip(first.sizes, second.sizes, strict=True)]
+
+    def log_at(batch: int) -> AllocationLog:
+        more = batch - batches[0]
+        sizes = (max(0, size + slope * more) for size, slope in zip(first.sizes, slopes, strict=True))
+        return replace(first, sizes=tuple(sizes))
+
+    return log_at
+
+
+def largest_fitting(fits: Callable[[int], bool], most: int, start: int = 1) -> int:
+    """Return the largest number up to ``most`` that fits, if all smaller ones do; 0 if none does. ``start`` is a guess.
+
+    >>> largest_fitting(lambda batch: batch <= 37, 1000)
+    37
+    """
+    low, high = 0, most + 1  # the largest known to fit, and the smallest known not to
+    size = min(start, most)
+    while high - low > 1:
+        low, high = (size, high) if fits(size) else (low, size)
+        size = min(2 * low, most) if high > most else (low + high) // 2
+    return low
+
+
+def fsdp_share(log: AllocationLog, ranks: int) -> AllocationLog:
+    """Return one rank's log, without gathered weights. These arrive in 16 bits: no casts, and no cache."""
+    sizes = (
+        -(-size // ranks) if kind in PER_PARAMETER else 0 if kind == CASTS else size
+        for kind, size in zip(log.kinds, log.sizes, strict=True)
+    )
+    return replace(log, sizes=tuple(sizes))
+
+
+# --- repeated blocks, the units of activation checkpointing and of FSDP ---------------------------------------------
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules of a class that occurs more than once in a ``ModuleList`` or ``Sequential``."""
+    found: list[nn.Module] = []
+    pending = [model]
+    while pending:
+        module = pending.pop(0)
+        children = [child for child in module.children() if next(child.parameters(), None) is not None]
+        kinds = Counter(type(child) for child in children)
+        blocks = [child for child in children if kinds[type(child)] > 1 and next(child.children(), None) is not None]
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            blocks = []
+        found += blocks
+        pending += [child for child in children if child not in blocks]
+    return found
+
+
+@contextmanager
+def checkpointed(model: nn.Module, name: str) -> Iterator[None]:
+    """Checkpoint the repeated blocks while inside: each saves only its inputs, and recomputes the rest for backward."""
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise BadInput(
+            f"{name}: checkpointing recomputes block by block, and no repeated blocks were found in this model: put "
+            "them into a torch.nn.ModuleList or a torch.nn.Sequential."
         )
+    own = {block: vars(block).get("forward") for block in blocks}
+    for block in blocks:
+        # The state of random numbers is not on the GPU, and fake tensors draw none.
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for block, forward in own.items():
+            if forward is None:
+                del block.forward
+            else:
+                block.forward = forward
+
+
+# --- errors in the user's code --------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -162,42 +276,31 @@ def _errors_in_one_line(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause = _cause_reading_values(error)
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, READS_VALUES):
+            cause = cause.__cause__
         if cause is None and isinstance(error, AmpwiseError):
             raise
         if cause is None:
-            raise BadInput(f"{name}: a training step failed: {_words(error)}{_place(error)}.") from error
+            text = printable(" ".join(str(error).split()))[:200].rstrip(".")
+            shown = f"{type(error).__name__}: {text}" if text else type(error).__name__
+            raise BadInput(f"{name}: a training step failed: {shown}{_place(error)}.") from error
+        found = re.search(r"aten\.(\w+)", str(cause))
+        operation = found[1] if found else type(cause).__name__
+        operation = {"_local_scalar_dense": ".item()", "equal": "torch.equal"}.get(operation, operation)
         raise BadInput(
-            f"{name}: the step reads the values of a tensor ({_operation(cause)}){_place(cause)}, which has none "
+            f"{name}: the step reads the values of a tensor ({operation}){_place(cause)}, which has none "
             "while memory is computed: move .item(), nonzero() and conditions on values out of the step, or replace "
             "them by constants."
         ) from error
 
 
-def _cause_reading_values(error: BaseException | None) -> BaseException | None:
-    while error is not None and not isinstance(error, READS_VALUES):
-        error = error.__cause__
-    return error
-
-
-def _words(error: BaseException) -> str:
-    text = printable(" ".join(str(error).split()))[:200].rstrip(".")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _operation(error: BaseException) -> str:
-    found = re.search(r"aten\.(\w+)", str(error))
-    names = {"_local_scalar_dense": ".item()", "equal": "torch.equal"}
-    return names.get(found[1], found[1]) if found else type(error).__name__
-
-
 def _place(error: BaseException) -> str:
     """Return the last line in the user's own code."""
-    ours = str(OURS)
     frames = traceback.extract_tb(error.__traceback__)
     own = [
         frame
         for frame in frames
-        if not INSTALLED & set(Path(frame.filename).parts) and not frame.filename.startswith(ours)
+        if not INSTALLED & set(Path(frame.filename).parts) and not frame.filename.startswith(str(OURS))
     ]
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""

@@ -1,4 +1,4 @@
-"""Track every tensor that torch makes, from its allocation to its end.
+"""Run a training step on fake tensors, and track every tensor that torch makes, from its allocation to its end.
 
 Storages count, as a view takes no memory. A storage ends when torch would free its memory, since the same references
 keep it alive whether its tensors are real or fake.
@@ -16,20 +16,80 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from ampwise.tune.memory.allocation_log import ACTIVATIONS, CASTS, PARAMETERS, TEMPORARY, AllocationLog, Phase
+from ampwise.trace.replay import gc_disabled
+from ampwise.train.low_bit.optimizers import has_stochastic_rounding
+from ampwise.train.low_bit.pure_bf16 import PURE
+from ampwise.train.precision.contexts import PrecisionContexts
+from ampwise.train.precision.policy import Policy
+from ampwise.train.precision.precision import TrainPrecision
+from ampwise.train.precision_plugin import PrecisionPlugin
+from ampwise.train.pure_bf16_plugin import PureBf16Plugin
+from ampwise.tune.memory.allocation_log import (
+    ACTIVATIONS,
+    CASTS,
+    COMPENSATION,
+    GRADIENTS,
+    INPUTS,
+    PARAMETERS,
+    STATE,
+    TEMPORARY,
+    AllocationLog,
+    Phase,
+)
+from ampwise.tune.memory.kernel_buffers import SCRATCH
+from ampwise.tune.train_case import TrainCase
 
-__all__ = ["FORWARD", "AllocationTracker", "Scratch"]
+__all__ = ["BACKWARD", "CLIP", "FORWARD", "UPDATE", "AllocationTracker", "track"]
 
-FORWARD = "forward"
+FORWARD, BACKWARD, CLIP, UPDATE = "forward", "backward", "clip", "update"
+STEPS = 2.0  # the value an optimizer reads as its step count
 TO_COPY = torch.ops.aten._to_copy.default
 ITEM = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
-# Bytes that a kernel allocates while it runs, from its arguments.
-Scratch = Callable[..., int]
+
+def track(case: TrainCase, precision: TrainPrecision, optimizer: Optimizer) -> AllocationLog:
+    """Return the memory log of a step during training, when the optimizer has its state."""
+    plugin = PrecisionPlugin()
+    if precision.pure is not None:  # convert weights to BF16
+        # torchao's optimizers, modelled here, treat each parameter by itself.
+        pure = replace(precision.pure, elementwise=precision.pure.elementwise or has_stochastic_rounding(optimizer))
+        plugin = PureBf16Plugin([case.model], Policy(PURE), [optimizer], pure)
+        plugin.install()
+    for group in optimizer.param_groups:  # use foreach updates, CUDA's default, which take more memory than one by one
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+    trained = case.parameters
+    tracker = AllocationTracker(SCRATCH)
+    # Garbage collection at random times would change the log; in training, garbage is held until it is collected, too.
+    with tracker, gc_disabled():
+        tracker.adopt(PARAMETERS, case.model.parameters())
+        tracker.adopt(INPUTS, (*case.model.buffers(), *case.tensors))
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+        with tracker.reading(STEPS), plugin.step_context(optimizer):
+            optimizer.step()  # creates the optimizer's state
+        optimizer.zero_grad(set_to_none=True)
+        tracker.adopt(COMPENSATION, plugin.rests if isinstance(plugin, PureBf16Plugin) else ())
+        state = tree_leaves(list(optimizer.state.values()))
+        tracker.adopt(STATE, (leaf for leaf in state if isinstance(leaf, Tensor)))
+        with tracker.phase(FORWARD), PrecisionContexts(precision, "cpu").forward():
+            loss = case.loss()
+        with tracker.phase(BACKWARD):
+            loss.backward()
+        tracker.adopt(GRADIENTS, (parameter.grad for parameter in trained if parameter.grad is not None))
+        with tracker.phase(CLIP):
+            clip_grad_norm_(trained, 1.0, foreach=True)
+        with tracker.phase(UPDATE), tracker.reading(STEPS), plugin.step_context(optimizer):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return tracker.log()
 
 
 class AllocationTracker(TorchDispatchMode):
@@ -42,9 +102,9 @@ class AllocationTracker(TorchDispatchMode):
     (2048, {'activations': 1024})
     """
 
-    def __init__(self, scratch: Mapping[Any, Scratch] | None = None) -> None:
+    def __init__(self, scratch: Mapping[Any, Callable[..., int]] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._scratch = scratch or {}
+        self._scratch = scratch or {}  # by operator, the bytes that its kernel allocates while it runs
         self._sizes: list[int] = []
         self._kinds: list[str | None] = []
         self._events: list[int] = []
@@ -59,11 +119,17 @@ class AllocationTracker(TorchDispatchMode):
         if func is ITEM and self._stand_in is not None:
             return self._stand_in
         made = func(*args, **(kwargs or {}))
-        kind = CASTS if func is TO_COPY and self._is_weight_cast(args[0], made) else None
-        for tensor in _tensors(made):
-            self._track(tensor, kind)
+        kind = None
+        if func is TO_COPY and made.dtype in SIXTEEN_BITS:
+            source = self._blocks.get(args[0].untyped_storage()._cdata)
+            kind = CASTS if source is not None and self._kinds[source] == PARAMETERS else None
+        for tensor in tree_leaves(made) if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, Tensor):
+                self._track(tensor, kind)
         if func in self._scratch:
-            self._allocate_briefly(self._scratch[func](*args, **(kwargs or {})))
+            # Also for 0 bytes, so that steps of other sizes, where it is not 0, have the same events.
+            self._allocated(self._scratch[func](*args, **(kwargs or {})), TEMPORARY)
+            self._events.append(~self._events[-1])
         return made
 
     def adopt(self, kind: str, tensors: Iterable[Tensor]) -> None:
@@ -94,44 +160,34 @@ class AllocationTracker(TorchDispatchMode):
         """Return the log so far."""
         log = AllocationLog(
             sizes=tuple(self._sizes),
-            kinds=(TEMPORARY,) * len(self._sizes),
+            kinds=(),
             events=tuple(_in_order(self._events, {phase.end for phase in self._phases})),
             phases=tuple(self._phases),
         )
-        return replace(log, kinds=tuple(map(_kind, self._kinds, log.outliving(FORWARD))))
+        kinds = [kind or TEMPORARY for kind in self._kinds]
+        for phase in self._phases:
+            if phase.name == FORWARD:
+                for block in {*log.alive(phase.end)} - {*log.alive(phase.start)}:
+                    kinds[block] = self._kinds[block] or ACTIVATIONS
+        return replace(log, kinds=tuple(kinds))
 
     def _track(self, tensor: Tensor, kind: str | None) -> None:
         if tensor.layout is not torch.strided:
             return  # a sparse tensor is tracked by its parts
         storage = tensor.untyped_storage()
-        if storage._cdata in self._blocks:
-            return
-        block = len(self._sizes)
-        self._blocks[storage._cdata] = block
-        self._ends[storage._cdata] = weakref.ref(storage, partial(self._freed, storage._cdata))
-        self._allocated(storage.nbytes(), kind)
+        if storage._cdata not in self._blocks:
+            self._blocks[storage._cdata] = len(self._sizes)
+            self._ends[storage._cdata] = weakref.ref(storage, partial(self._freed, storage._cdata))
+            self._allocated(storage.nbytes(), kind)
 
-    def _allocated(self, nbytes: int, kind: str | None) -> int:
+    def _allocated(self, nbytes: int, kind: str | None) -> None:
         self._events.append(len(self._sizes))
         self._sizes.append(nbytes)
         self._kinds.append(kind)
-        return len(self._sizes) - 1
 
     def _freed(self, address: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         del self._ends[address]
         self._events.append(~self._blocks.pop(address))
-
-    def _allocate_briefly(self, nbytes: int) -> None:
-        # Also for 0 bytes, so that steps of other sizes, where it is not 0, have the same events.
-        self._events.append(~self._allocated(nbytes, TEMPORARY))
-
-    def _is_weight_cast(self, source: Tensor, made: Tensor) -> bool:
-        block = self._blocks.get(source.untyped_storage()._cdata)
-        return block is not None and self._kinds[block] == PARAMETERS and made.dtype in SIXTEEN_BITS
-
-
-def _kind(known: str | None, outlives_forward: bool) -> str:
-    return known or (ACTIVATIONS if outlives_forward else TEMPORARY)
 
 
 def _in_order(events: list[int], marks: set[int]) -> Iterator[int]:
@@ -146,11 +202,3 @@ def _in_order(events: list[int], marks: set[int]) -> Iterator[int]:
         else:
             freed.append(event)
     yield from sorted(freed)
-
-
-def _tensors(made: Any) -> Iterator[Tensor]:
-    if isinstance(made, Tensor):
-        yield made
-    elif isinstance(made, tuple | list):
-        for part in made:
-            yield from _tensors(part)

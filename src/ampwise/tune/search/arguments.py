@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from itertools import islice
 from os import PathLike
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_flatten
 
 from ampwise.errors import BadInput
@@ -20,9 +22,9 @@ from ampwise.hardware import Gpu, find_gpu, gpu_named
 from ampwise.trace.user_code import describe_type
 from ampwise.train.arguments import model_device
 from ampwise.train.precision.call_in_precision import is_wrapped_forward
-from ampwise.tune.search.fingerprint import batch_digest
-from ampwise.tune.search.passes import SearchBatch
-from ampwise.tune.search.units import find_called_model
+from ampwise.train.random_state import capture_random, restore_random
+from ampwise.tune.search.passes import SavedState, SearchBatch, errors_in_one_line
+from ampwise.tune.search.trials import digest_of
 
 __all__ = [
     "MOST_BATCHES",
@@ -32,6 +34,7 @@ __all__ = [
     "checked_limit",
     "checked_model",
     "checked_tolerance",
+    "find_called_model",
 ]
 
 MOST_BATCHES = 16  # of a longer loader, no more are read
@@ -48,22 +51,30 @@ def checked_batches(function: Any, batches: Any) -> tuple[list[SearchBatch], str
         raise BadInput(
             f"search(batches=...): expected a list of batches, each a tuple of arguments; got {describe_type(batches)}."
         )
-    found = [_batch(each, place) for place, each in enumerate(islice(batches, MOST_BATCHES + 1))]
+    found: list[SearchBatch] = []
+    for place, batch in enumerate(islice(batches, MOST_BATCHES + 1)):
+        if isinstance(batch, Mapping):
+            found.append(SearchBatch((), dict(batch), place))
+        else:
+            found.append(SearchBatch(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}, place))
     if not found:
         raise BadInput("search(batches=[]): expected at least one batch; four are enough.")
-    for batch in found:
-        if not any(isinstance(leaf, Tensor) for leaf in tree_flatten((batch.args, dict(batch.kwargs)))[0]):
-            raise BadInput("search(batches=...): a batch has no tensors; expected a tuple of arguments for each.")
+    if not all(map(_tensors, found)):
+        raise BadInput("search(batches=...): a batch has no tensors; expected a tuple of arguments for each.")
     read = found[:MOST_BATCHES]
     different: dict[str, SearchBatch] = {}
     for batch in read:
-        different.setdefault(batch_digest(batch), batch)
+        different.setdefault(digest_of((batch.args, batch.kwargs)), batch)
     left_out = []
     if len(found) > MOST_BATCHES:
         left_out.append(f"only the first {MOST_BATCHES} batches were read")
     if len(different) < len(read):
         left_out.append(f"{len(read) - len(different)} of {len(read)} batches given are duplicates")
     return list(different.values()), "; ".join(left_out) or None
+
+
+def _tensors(batch: SearchBatch) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten((batch.args, batch.kwargs))[0] if isinstance(leaf, Tensor)]
 
 
 def checked_model(function: Callable[..., Any], model: Any, batch: SearchBatch) -> Module:
@@ -73,18 +84,46 @@ def checked_model(function: Callable[..., Any], model: Any, batch: SearchBatch) 
     own = getattr(function, "__self__", None)
     found = model or (function if isinstance(function, Module) else own if isinstance(own, Module) else None)
     if found is None:
+        devices = (each.device for each in _tensors(batch) if each.device.type != "cpu")
         with torch.enable_grad():
-            found = find_called_model(lambda: function(*batch.args, **batch.kwargs), _device(batch))
+            found = find_called_model(lambda: function(*batch.args, **batch.kwargs), next(devices, torch.device("cpu")))
     if any(is_wrapped_forward(module.__dict__.get("forward")) for module in found.modules()):
         raise BadInput("search(): a policy is applied to this model. Remove it first: policy.apply(model).remove()")
     model_device([found])  # it refuses tensors without values
     return found
 
 
+def find_called_model(forward: Callable[[], object], device: torch.device) -> Module:
+    """Return the one module with parameters that a function calls. All state is restored."""
+    called: list[Module] = []
+    depth = 0
+
+    def enters(module: Module, args: Any) -> None:
+        nonlocal depth
+        if not depth and module not in called and next(module.parameters(), None) is not None:
+            called.append(module)
+            stack.callback(SavedState(module, device).put_back)
+        depth += 1
+
+    def leaves(module: Module, args: Any, output: Any) -> None:
+        nonlocal depth
+        depth -= 1
+
+    with ExitStack() as stack:
+        stack.callback(restore_random, capture_random(device), device)
+        stack.callback(register_module_forward_pre_hook(enters).remove)
+        stack.callback(register_module_forward_hook(leaves, always_call=True).remove)
+        stack.enter_context(errors_in_one_line())
+        forward()
+    if len(called) == 1:
+        return called[0]
+    seen = ", ".join(type(module).__name__ for module in called) or "no module with parameters"
+    raise BadInput(f"search(): the function calls {seen}; name the model: search(..., model=model).")
+
+
 def checked_tolerance(tolerance: Any) -> float:
     """Check that the tolerance is a number above 0."""
-    good = isinstance(tolerance, int | float) and not isinstance(tolerance, bool) and 0 < tolerance < math.inf
-    if not good:
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance < math.inf:
         raise BadInput(
             f"search(tolerance={tolerance!r}): expected a number above 0, such as 0.01: how far loss and gradients may "
             "be from FP32's."
@@ -117,14 +156,3 @@ def checked_gpu(name: str | None, device: torch.device) -> Gpu | None:
     if name is not None:
         return gpu_named(name)
     return find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-def _batch(batch: Any, place: int) -> SearchBatch:
-    if isinstance(batch, Mapping):
-        return SearchBatch((), dict(batch), place)
-    return SearchBatch(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}, place)
-
-
-def _device(batch: SearchBatch) -> torch.device:
-    tensors = [each for each in tree_flatten((batch.args, dict(batch.kwargs)))[0] if isinstance(each, Tensor)]
-    return next((each.device for each in tensors if each.device.type != "cpu"), torch.device("cpu"))

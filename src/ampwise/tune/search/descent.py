@@ -56,10 +56,6 @@ class FormatLadder:
         above = [unit for unit, at in enumerate(assignment) if at < self.formats - 1]
         return sorted(above, key=lambda unit: -self.need(unit, assignment[unit]))
 
-    def ordered(self, units: Sequence[int], place: int) -> list[int]:
-        """Sort units by their need of more than this format, relative to the cost of the next."""
-        return sorted(units, key=lambda unit: -self.need(unit, place))
-
     def need(self, unit: int, place: int) -> float:
         """Return a unit's sensitivity to a format, relative to the cost of the next wider one."""
         more = self.costs[unit][place + 1] - self.costs[unit][place]
@@ -89,7 +85,8 @@ def _level(ladder: FormatLadder, current: Assignment, place: int, passes: Passes
         down = set(movable) - set(kept)
         return tuple(at - (unit in down) for unit, at in enumerate(current))
 
-    return lowered(minimal_subset(ladder.ordered(movable, place), lambda kept: passes(lowered(kept))))
+    ordered = sorted(movable, key=lambda unit: -ladder.need(unit, place))
+    return lowered(minimal_subset(ordered, lambda kept: passes(lowered(kept))))
 
 
 def raise_until_passing(ladder: FormatLadder, current: Assignment, passes: Passes) -> Assignment:
@@ -113,13 +110,7 @@ def minimal_subset(candidates: Sequence[T], passes: Callable[[Sequence[T]], bool
     """
     if not candidates or passes(()):
         return []
-    count = _least_prefix(candidates, passes)
-    last = candidates[count - 1]
-    return [*_needed([last], candidates[: count - 1], passes), last]
-
-
-def _least_prefix(candidates: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> int:
-    """Return how many leading candidates are needed: doubled until it passes, then bisected."""
+    # How many leading ones are needed: doubled until it passes, then bisected.
     fails, passing = 0, 1
     while passing < len(candidates) and not passes(candidates[:passing]):
         fails, passing = passing, 2 * passing
@@ -130,7 +121,8 @@ def _least_prefix(candidates: Sequence[T], passes: Callable[[Sequence[T]], bool]
             passing = middle
         else:
             fails = middle
-    return passing
+    last = candidates[passing - 1]
+    return [*_needed([last], candidates[: passing - 1], passes), last]
 
 
 def _needed(

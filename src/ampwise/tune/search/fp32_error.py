@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ampwise.tune.search.passes import PassResult
+from ampwise.errors import BadInput
+from ampwise.tune.search.passes import PassResult, PassRunner, SearchBatch, errors_in_one_line
 
-__all__ = ["ErrorTally", "Fp32Error", "Fp32Reference", "ParameterGroups"]
+__all__ = ["ErrorTally", "Fp32Error", "Fp32Reference", "ParameterGroups", "measure_noise", "run_reference"]
 
 # A module whose gradient is smaller than this fraction of the typical, by root mean square, is treated as if it were
 # that large: what should cancel to zero is exact in no format.
 LEAST = 1e-3
+NOT_REPEATABLE = 1e-3  # an error that no order of summation explains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,12 @@ class Fp32Reference:
         squares = torch.zeros(len(groups.names), dtype=torch.float64)
         home: torch.device | None = None
         for outcome in outcomes:
-            home = home or _home(outcome, count)
+            if home is None:  # the CPU, if the gradients would take more than a quarter of the GPU's free memory
+                present = [each for each in outcome.gradients if each is not None]
+                home = present[0].device if present else torch.device("cpu")
+                taken = count * sum(each.nbytes for each in present)
+                if home.type == "cuda" and 4 * taken > torch.cuda.mem_get_info(home)[0]:
+                    home = torch.device("cpu")
             self.losses.append(outcome.loss)
             self.gradients.append(tuple(None if each is None else each.to(home) for each in outcome.gradients))
             squares += groups.summed(_squares(outcome.gradients))
@@ -87,7 +94,12 @@ class ErrorTally:
     def add(self, outcome: PassResult) -> None:
         """Add the next batch."""
         reference, place = self._reference, self.batches
-        differences = list(map(_subtract, outcome.gradients, reference.gradients[place]))
+        differences = []
+        for own, other in zip(outcome.gradients, reference.gradients[place], strict=True):
+            if own is None or other is None:  # as if it were zero: an expert that gets no rows has no gradient
+                differences.append(other if own is None else own)
+            else:
+                differences.append(own - other.to(own.device))
         self._squares += reference.groups.summed(_squares(differences))
         self._loss_squares += (outcome.loss - reference.losses[place]) ** 2
         self.batches += 1
@@ -100,24 +112,13 @@ class ErrorTally:
         shares = torch.where(self._squares.isfinite(), shares, math.inf)
         worst = int(shares.argmax())
         gradient = float(shares[worst])
+        whole, squares = reference.loss_squares, self._loss_squares
+        loss = math.sqrt(squares / whole) if whole else math.inf if squares else 0.0
         return Fp32Error(
-            loss=_relative(self._loss_squares, reference.loss_squares),
+            loss=loss if math.isfinite(squares) else math.inf,
             gradient=gradient,
             worst=reference.groups.names[worst] if gradient else None,
         )
-
-
-def _subtract(own: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the difference, up to its sign. A missing gradient is zero: an expert that gets no rows has none."""
-    if own is None or other is None:
-        return other if own is None else own
-    return own - other.to(own.device)
-
-
-def _relative(squares: float, whole: float) -> float:
-    if not math.isfinite(squares):
-        return math.inf
-    return math.sqrt(squares / whole) if whole else math.inf if squares else 0.0
 
 
 def _squares(gradients: Sequence[Tensor | None]) -> Tensor:
@@ -126,22 +127,54 @@ def _squares(gradients: Sequence[Tensor | None]) -> Tensor:
     norms = torch.zeros(len(gradients), dtype=torch.float64)
     if present:
         home = present[0].device
-        measured = torch.stack([torch.linalg.vector_norm(each, dtype=_sum_dtype(each)).to(home) for each in present])
+        dtype = torch.float32 if home.type == "mps" else torch.float64  # Apple's GPU has no FP64
+        measured = torch.stack([torch.linalg.vector_norm(each, dtype=dtype).to(home) for each in present])
         norms[[place for place, each in enumerate(gradients) if each is not None]] = measured.cpu()
     return norms.square()
 
 
-def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype for sums; Apple's GPU has no FP64."""
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
+def run_reference(passes: PassRunner, groups: ParameterGroups, batches: Sequence[SearchBatch]) -> Fp32Reference:
+    """Compute FP32's loss and gradients on each batch."""
+    reference = Fp32Reference(groups, (_in_fp32(passes, batch) for batch in batches), len(batches))
+    for what, size in (("the loss is", reference.loss_squares), ("all gradients are", float(reference.squares.sum()))):
+        if batches and not size:
+            raise BadInput(
+                f"search(): {what} 0 in FP32, so relative errors are undefined. Give batches that are not learned yet."
+            )
+    return reference
 
 
-def _home(outcome: PassResult, count: int) -> torch.device:
-    """Return the gradients' device, or the CPU if they would take more than a quarter of the GPU's free memory."""
-    present = [each for each in outcome.gradients if each is not None]
-    device = present[0].device if present else torch.device("cpu")
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        if 4 * count * sum(each.nbytes for each in present) > free:
-            return torch.device("cpu")
-    return device
+def measure_noise(
+    passes: PassRunner, reference: Fp32Reference, batches: Sequence[SearchBatch], tolerance: float
+) -> float:
+    """Return the error between two FP32 runs; raise BadInput if the tolerance is not above it."""
+    tally, again = ErrorTally(reference), []
+    for batch in batches:
+        outcome = _in_fp32(passes, batch)
+        again.append(outcome.loss)
+        tally.add(outcome)
+    noise = tally.difference.error
+    if noise > NOT_REPEATABLE:
+        first, second = max(zip(reference.losses, again, strict=True), key=lambda two: abs(two[0] - two[1]))
+        raise BadInput(
+            "search(): the function is not repeatable: run twice in FP32 on the same batch, from the same random "
+            f"numbers, its loss is {first:.6g} and then {second:.6g} (error {noise:.2g}). Does it change its "
+            "arguments, count its calls, or use its own random generator?"
+        )
+    if noise >= tolerance:
+        raise BadInput(
+            f"search(tolerance={tolerance:g}): two FP32 runs already differ by {noise:.2g}, the noise floor here. Use "
+            f"{10 * noise:.0e} or more, or call torch.use_deterministic_algorithms(True)."
+        )
+    return noise
+
+
+def _in_fp32(passes: PassRunner, batch: SearchBatch) -> PassResult:
+    with errors_in_one_line(f"batches[{batch.place}]"):
+        outcome = passes.outcome(batch)
+    if not (math.isfinite(outcome.loss) and outcome.finite_gradients):
+        raise BadInput(
+            f"search(): in FP32 the loss or a gradient is not finite on batches[{batch.place}], so there is nothing to "
+            "compare with. ampwise.trace(fn, *batch) finds the origin."
+        )
+    return outcome

@@ -11,21 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Module, Parameter
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
-from ampwise.errors import BadInput
+from ampwise.errors import AmpwiseError, BadInput
 from ampwise.numbers.emulation.eager_mode import run_eagerly
+from ampwise.trace.recorder import overwrite
+from ampwise.trace.user_code import describe_error
 from ampwise.train.arguments import loss_and_extra
 from ampwise.train.precision.contexts import PrecisionContexts
 from ampwise.train.precision.precision import PRECISIONS
+from ampwise.train.random_state import capture_random, restore_random
 from ampwise.tune.onednn import onednn_restored
-from ampwise.tune.search.arrangement import FormatArrangement
-from ampwise.tune.search.format_choices import WIDEST
-from ampwise.tune.search.graph import has_hidden_parts
-from ampwise.tune.search.saved_state import SavedState, errors_in_one_line
-from ampwise.tune.search.sensitivity import SensitivityProbe
+from ampwise.tune.search.arrangement import WIDEST, FormatArrangement
+from ampwise.tune.search.sensitivity import SensitivityProbe, reached_nodes
 
-__all__ = ["IN_FP32", "PassResult", "PassRunner", "SearchBatch"]
+__all__ = ["IN_FP32", "PassResult", "PassRunner", "SavedState", "SearchBatch", "errors_in_one_line", "has_hidden_parts"]
 
 IN_FP32 = FormatArrangement(base=WIDEST, regions={}, recipes={}, widened=())
 FIRST_SCALE = 2.0**16  # initial loss scale in FP16, as of a GradScaler
@@ -49,14 +51,61 @@ class PassResult:
     gradients: tuple[Tensor | None, ...]
 
     @property
-    def finite(self) -> bool:
-        """Whether loss and gradients are finite."""
-        return math.isfinite(self.loss) and self.finite_gradients
-
-    @property
     def finite_gradients(self) -> bool:
         """Whether the gradients are finite, whatever the loss is."""
         return all(bool(each.isfinite().all()) for each in self.gradients if each is not None)
+
+
+@contextmanager
+def errors_in_one_line(on: str = "the first batch") -> Iterator[None]:
+    """Turn errors of the user's function in FP32 into one line with their location."""
+    try:
+        yield
+    except (AmpwiseError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise BadInput(f"search(): the function failed in FP32 on {on}: {describe_error(error)}.") from error
+
+
+class SavedState:
+    """State that every pass starts from: buffers and random number generators. Weights must not change at all."""
+
+    def __init__(self, model: Module, device: torch.device) -> None:
+        self._device = device
+        self._random = capture_random(device)
+        self._buffers = [
+            (module, name, buffer, buffer._version, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not is_lazy(buffer)
+        ]
+        self._parameters = [(parameter, parameter._version, parameter.grad) for parameter in model.parameters()]
+
+    @contextmanager
+    def a_pass(self) -> Iterator[None]:
+        """Run a pass from the saved state, and restore it afterwards."""
+        restore_random(self._random, self._device)
+        try:
+            yield
+        finally:
+            self.put_back()
+        if any(parameter._version != version for parameter, version, _ in self._parameters):
+            raise BadInput(
+                "search(): the function changes the weights. It must only return the loss, without an optimizer step."
+            )
+        if any(parameter.grad is not gradient for parameter, _, gradient in self._parameters):
+            for parameter, _, gradient in self._parameters:
+                parameter.grad = gradient
+            raise BadInput("search(): the function must not call backward(): it only returns the loss.")
+
+    def put_back(self) -> None:
+        """Restore buffers and random number generators."""
+        restore_random(self._random, self._device)
+        for module, name, buffer, version, copy in self._buffers:
+            module._buffers[name] = buffer
+            # Normalisation layers update their buffers without changing the version.
+            if buffer._version != version or isinstance(module, _NormBase):
+                overwrite(buffer, copy)
 
 
 class PassRunner:
@@ -64,17 +113,31 @@ class PassRunner:
 
     def __init__(self, function: Callable[..., Any], model: Module, device: torch.device) -> None:
         self.function, self.model, self.device = function, model, device
-        self.parameters = _trained(model)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not self.parameters:
+            raise BadInput("search(): no parameter of the model requires a gradient, so there is nothing to compare.")
+        other = next((each.dtype for each in self.parameters if each.dtype != torch.float32), None)
+        if other is not None:
+            raise BadInput(
+                f"search(): the model's weights are {str(other).removeprefix('torch.')}; expected FP32: call "
+                "model.float() first. Formats apply to matmuls; weights stay in FP32."
+            )
         self.count = 0
-        self._unchanged = SavedState(model, device)
+        self._state = SavedState(model, device)
         self._scale = FIRST_SCALE
 
     def outcome(self, batch: SearchBatch, arrangement: FormatArrangement = IN_FP32) -> PassResult:
         """Return loss and gradients. In FP16 the loss is scaled, by less if gradients overflow."""
-        scaled = any(PRECISIONS[region].scaled for region in arrangement.regions_used)
+        is_scaled = any(PRECISIONS[region].scaled for region in arrangement.regions_used)
         while True:
-            scale = self._scale if scaled else 1.0
-            found = self._outcome(batch, arrangement, scale)
+            self.count += 1
+            scale = self._scale if is_scaled else 1.0
+            with self._pass(arrangement):
+                loss = self._loss(batch, arrangement.base)
+                gradients = self.gradients(loss * scale if scale != 1.0 else loss)
+            if scale != 1.0:
+                gradients = tuple(None if each is None else each / scale for each in gradients)
+            found = PassResult(float(loss.detach()), gradients)
             if scale <= 1.0 or not math.isfinite(found.loss) or found.finite_gradients:
                 return found
             self._scale /= LOWERED_BY
@@ -111,22 +174,13 @@ class PassRunner:
         del loss
         return sum(kept.values())
 
-    def _outcome(self, batch: SearchBatch, arrangement: FormatArrangement, scale: float) -> PassResult:
-        self.count += 1
-        with self._pass(arrangement):
-            loss = self._loss(batch, arrangement.base)
-            gradients = self.gradients(loss * scale if scale != 1.0 else loss)
-        if scale != 1.0:
-            gradients = tuple(None if each is None else each / scale for each in gradients)
-        return PassResult(float(loss.detach()), gradients)
-
     @contextmanager
     def _pass(self, arrangement: FormatArrangement) -> Iterator[None]:
         fp32 = PrecisionContexts(PRECISIONS[WIDEST], self.device.type)  # FP32 without TF32
         with (
             onednn_restored(),
             torch.enable_grad(),
-            self._unchanged.a_pass(),
+            self._state.a_pass(),
             fp32.pass_context(),
             run_eagerly(),
             arrangement.on(self.model),
@@ -149,14 +203,6 @@ class PassRunner:
         return found
 
 
-def _trained(model: Module) -> list[Parameter]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise BadInput("search(): no parameter of the model requires a gradient, so there is nothing to compare.")
-    other = next((each.dtype for each in trained if each.dtype != torch.float32), None)
-    if other is not None:
-        raise BadInput(
-            f"search(): the model's weights are {str(other).removeprefix('torch.')}; expected FP32: call model.float() "
-            "first. Formats apply to matmuls; weights stay in FP32."
-        )
-    return trained
+def has_hidden_parts(loss: Tensor) -> bool:
+    """Whether a part of the graph is a reentrant checkpoint, which hides the path to its parameters."""
+    return any(node.name() == "CheckpointFunctionBackward" for node in reached_nodes([loss.grad_fn]))

@@ -54,30 +54,27 @@ def progress_on(stream: TextIO, *, quiet: bool = False) -> Iterator[Progress | N
     if quiet:
         yield None
     elif stream.isatty():
-        yield from _bar(stream)
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
+        words = (TextColumn("{task.fields[left]}"), TextColumn("{task.description}", markup=False))
+        with Bar(BarColumn(), TimeElapsedColumn(), *words, console=console(stream), transient=True) as bar:
+            task = bar.add_task("making the model", total=None, left="")
+
+            def show(state: SearchProgress) -> None:
+                left = "" if state.seconds_left is None else f"about {_rough(state.seconds_left)} left"
+                doing = printable(state.doing)
+                bar.update(task, completed=state.done, total=state.expected, description=doing, left=left)
+
+            yield show
     else:
-        yield lambda state: _line(state, stream)
 
+        def line(state: SearchProgress) -> None:
+            left = "" if state.seconds_left is None else f"; about {_rough(state.seconds_left)} left"
+            say("ampwise: {}{}", state.doing, left, stream=stream)
+            stream.flush()
 
-def _bar(stream: TextIO) -> Iterator[Progress]:
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    words = (TextColumn("{task.fields[left]}"), TextColumn("{task.description}", markup=False))
-    with Bar(BarColumn(), TimeElapsedColumn(), *words, console=console(stream), transient=True) as bar:
-        task = bar.add_task("making the model", total=None, left="")
-
-        def show(state: SearchProgress) -> None:
-            left = "" if state.seconds_left is None else f"about {_rough(state.seconds_left)} left"
-            bar.update(task, completed=state.done, total=state.expected, description=printable(state.doing), left=left)
-
-        yield show
-
-
-def _line(state: SearchProgress, stream: TextIO) -> None:
-    left = "" if state.seconds_left is None else f"; about {_rough(state.seconds_left)} left"
-    say("ampwise: {}{}", state.doing, left, stream=stream)
-    stream.flush()
+        yield line
 
 
 def _rough(seconds: float) -> str:

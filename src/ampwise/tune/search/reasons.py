@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.formats import BlockFormat, Format, find_format
 from ampwise.report.formatting import format_percent
-from ampwise.tune.search.format_choices import FormatChoice
-from ampwise.tune.search.sensitivity import LocalError
-from ampwise.tune.search.trial import SearchTrial
-from ampwise.tune.search.unit_facts import UnitFacts
+from ampwise.tune.search.arrangement import FormatChoice
+from ampwise.tune.search.sensitivity import LocalError, UnitFacts
+from ampwise.tune.search.trials import SearchTrial
 
 __all__ = ["SensitivityReason", "amplification", "find_reasons", "usual_amplification"]
 
@@ -43,25 +41,26 @@ def find_reasons(
     condition: tuple[float, float] | None,
     usual: float | None,
     alone: SearchTrial | None = None,
-) -> tuple[SensitivityReason, ...]:
+) -> list[SensitivityReason]:
     """Return why a module cannot have a format, strongest reason first; at least one.
 
     ``alone`` is the trial with this format in this module only.
     """
+    whole = _of_the_whole(choice, alone)
     if facts is None or local is None:
-        return (_of_the_whole(choice, alone) or SensitivityReason("whole", "measured only as part of the whole", 0.0),)
+        return [whole or SensitivityReason("whole", "measured only as part of the whole", 0.0)]
     if choice.name not in facts.formats:
-        return (
-            SensitivityReason(
-                "fails", f"it does not run in {choice.name}: one of its operations lacks that dtype", 0.0
-            ),
-        )
-    found = [*_range(choice, facts), *_sums(choice, facts), *_after(choice, facts, local, usual)]
+        text = f"it does not run in {choice.name}: one of its operations lacks that dtype"
+        return [SensitivityReason("fails", text, 0.0)]
+    found = [*_range(choice, facts), *_effects(choice, facts, local, usual)]
     if condition is not None and condition[0] > ILL_CONDITIONED * condition[1]:
         text = f"its weight is ill-conditioned: singular values from {condition[0]:.2g} down to {condition[1]:.2g}"
         found.append(SensitivityReason("condition", text, math.log10(condition[0] / max(condition[1], 1e-30)) / 4))
-    ordered = sorted(found, key=lambda reason: -reason.strength)
-    return tuple(ordered[:MOST]) or (_of_the_whole(choice, alone) or _ordinary(choice, local),)
+    if found:
+        return sorted(found, key=lambda reason: -reason.strength)[:MOST]
+    worst = format_percent(math.sqrt(max(local.output, local.gradient)))
+    text = f"nothing unusual: {choice.name} makes its own output or gradient {worst} wrong"
+    return [whole or SensitivityReason("rounding", text, 0.0)]
 
 
 def amplification(local: LocalError) -> float | None:
@@ -69,9 +68,9 @@ def amplification(local: LocalError) -> float | None:
     return math.sqrt(local.row / local.output) if local.output and math.isfinite(local.row) else None
 
 
-def usual_amplification(locals_: Mapping[str, LocalError]) -> float | None:
+def usual_amplification(locals_: Iterable[LocalError]) -> float | None:
     """Return the median over the modules."""
-    found = [value for local in locals_.values() if (value := amplification(local)) is not None]
+    found = [value for local in locals_ if (value := amplification(local)) is not None]
     return statistics.median(found) if found else None
 
 
@@ -81,8 +80,10 @@ def _range(choice: FormatChoice, facts: UnitFacts) -> Iterator[SensitivityReason
         fmt = _format(choice, is_gradient=role == "gradient")
         if fmt is None or not counted.nonzeros:
             continue
-        scaled = choice.recipe is not None
-        share = counted.flushed(fmt, _exponent(counted, fmt) if scaled else 0).low / counted.nonzeros
+        scaled, exponent = choice.recipe is not None, 0
+        if scaled and isinstance(fmt, Format):  # the scale maps the largest value to the format's maximum
+            exponent = math.floor(math.log2(fmt.max / counted.amax))
+        share = counted.flushed(fmt, exponent).low / counted.nonzeros
         if share >= FLUSHED:
             beside = f" relative to the largest ({counted.amax:.2g})" if scaled else ""
             text = f"{format_percent(share)} of {ROLES[role]} are so small{beside} that {fmt.title} rounds them to zero"
@@ -98,34 +99,28 @@ def _range(choice: FormatChoice, facts: UnitFacts) -> Iterator[SensitivityReason
         )
 
 
-def _sums(choice: FormatChoice, facts: UnitFacts) -> Iterator[SensitivityReason]:
+def _effects(
+    choice: FormatChoice, facts: UnitFacts, local: LocalError, usual: float | None
+) -> Iterator[SensitivityReason]:
+    """Yield what happens in its sums, to its gradient, and to its output."""
+    seen = facts.formats[choice.name]
     if facts.cancellation is not None and facts.cancellation > CANCELS:
         times = f"{facts.cancellation:.0f}"
         text = f"its sums cancel: the result is {times} times smaller than with random signs, but rounding errors stay"
         yield SensitivityReason("cancellation", text, facts.cancellation / CANCELS)
-    length = facts.formats[choice.name].length
-    if length < SHORTER:
+    if seen.length < SHORTER:
         blocks = choice.recipe is not None and choice.recipe.has_blocks
         why = ": power-of-two scales clip values just below the next power" if blocks else ""
-        text = f"the gradient it passes back is {format_percent(1 - length)} too small{why}"
-        yield SensitivityReason("shrinks", text, (1 - length) / (1 - SHORTER))
-
-
-def _after(
-    choice: FormatChoice, facts: UnitFacts, local: LocalError, usual: float | None
-) -> Iterator[SensitivityReason]:
-    """Yield what happens to its output."""
-    seen = facts.formats[choice.name]
+        text = f"the gradient it passes back is {format_percent(1 - seen.length)} too small{why}"
+        yield SensitivityReason("shrinks", text, (1 - seen.length) / (1 - SHORTER))
+    flips = format_percent(seen.flipped)
     if facts.into_softmax and seen.moved > MOVES_LOGITS:
         text = f"its output goes into a softmax, and {choice.name} moves a logit by {seen.moved:.2g}"
-        if seen.flipped:
-            text += f", changing the largest one in {format_percent(seen.flipped)} of the rows"
+        text += f", changing the largest one in {flips} of the rows" if seen.flipped else ""
         yield SensitivityReason("logits", text, seen.moved / MOVES_LOGITS)
     elif facts.into_softmax and seen.flipped:
-        text = (
-            f"its output goes into a softmax with close logits: {choice.name} changes the largest one in "
-            f"{format_percent(seen.flipped)} of the rows"
-        )
+        text = "its output goes into a softmax with close logits"
+        text += f": {choice.name} changes the largest one in {flips} of the rows"
         yield SensitivityReason("logits", text, 1 + seen.flipped)
     own = amplification(local)
     if own is not None and usual and own > AMPLIFIED * usual:
@@ -149,20 +144,9 @@ def _of_the_whole(choice: FormatChoice, alone: SearchTrial | None) -> Sensitivit
     )
 
 
-def _ordinary(choice: FormatChoice, local: LocalError) -> SensitivityReason:
-    worst = math.sqrt(max(local.output, local.gradient))
-    text = f"nothing unusual: {choice.name} makes its own output or gradient {format_percent(worst)} wrong"
-    return SensitivityReason("rounding", text, 0.0)
-
-
 def _format(choice: FormatChoice, *, is_gradient: bool) -> Format | BlockFormat | None:
     """Return the format of an operand; None if it depends on a loss scale."""
     if choice.recipe is not None:
         return choice.recipe.backward if is_gradient else choice.recipe.forward
     fmt = find_format(choice.name)
     return None if is_gradient and fmt.needs_loss_scale else fmt
-
-
-def _exponent(counted: Census, fmt: Format | BlockFormat) -> int:
-    """Return the exponent of the scale that maps the largest value to the format's maximum."""
-    return math.floor(math.log2(fmt.max / counted.amax)) if isinstance(fmt, Format) else 0

@@ -20,12 +20,10 @@ from ampwise.train.arguments import model_device
 from ampwise.train.precision.contexts import PrecisionContexts
 from ampwise.train.precision.policy import Policy, named_modules
 from ampwise.train.precision.precision import PRECISIONS
-from ampwise.tune.search.arrangement import arrange_formats
-from ampwise.tune.search.costs import FormatGain
-from ampwise.tune.search.format_choices import WIDEST, parse_formats
+from ampwise.tune.search.arrangement import WIDEST, arrange_formats, parse_formats
 from ampwise.tune.search.units import SearchUnit
 
-__all__ = ["AppliedFormats", "ModuleSensitivity", "SearchResult", "Verification"]
+__all__ = ["AppliedFormats", "FormatGain", "ModuleSensitivity", "SearchResult", "Verification"]
 
 WHAT = "a policy of ampwise search"
 VERSION = 1
@@ -48,6 +46,19 @@ class ModuleSensitivity:
     estimates: Mapping[str, float]
     alone: float | None
     reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatGain:
+    """Gain over FP32. Times cover matmuls only, at the peaks of a datasheet."""
+
+    cost: float  # bits of operands, weighted by FLOPs; FP32 is 1
+    gpu: str | None
+    faster_than_fp32: float | None
+    faster_than_16_bits: float | None
+    why_no_time: str | None
+    kept_bytes: int | None  # saved for the backward pass, for one batch
+    kept_bytes_fp32: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,16 +207,19 @@ class SearchResult:
         if not isinstance(data, dict) or data.get("what") != WHAT or data.get("version") != VERSION:
             raise BadInput(f"it is not marked as {WHAT!r}, version {VERSION}")
         parts = {name: data[name] for name in cls.__slots__}
-        checked = parts | {
-            "policy": Policy.from_dict(parts["policy"]),
-            "ranking": tuple(_sensitive(each) for each in parts["ranking"]),
-            "gain": FormatGain(**parts["gain"]),
-            "verified": None if parts["verified"] is None else _verified(parts["verified"]),
-        }
-        numbers = {name: float(parts[name]) for name in ("error", "loss_error", "gradient_error", "noise", "gap")}
-        tuples = {name: tuple(map(str, parts[name])) for name in ("formats", "widened", "notes")}
-        mappings = {name: {str(one): str(fmt) for one, fmt in parts[name].items()} for name in ("modules", "narrow")}
-        found = cls(**checked | numbers | tuples | mappings)
+        verified = parts["verified"]
+        found = cls(
+            **parts
+            | {
+                "policy": Policy.from_dict(parts["policy"]),
+                "ranking": tuple(ModuleSensitivity(**_restored(each)) for each in parts["ranking"]),
+                "gain": FormatGain(**parts["gain"]),
+                "verified": None if verified is None else Verification(**_restored(verified)),
+            }
+            | {name: float(parts[name]) for name in ("error", "loss_error", "gradient_error", "noise", "gap")}
+            | {name: tuple(map(str, parts[name])) for name in ("formats", "widened", "notes")}
+            | {name: {str(one): str(fmt) for one, fmt in parts[name].items()} for name in ("modules", "narrow")}
+        )
         known = {choice.name for choice in parse_formats(found.formats)}
         if not set(found.modules.values()) <= known:
             raise BadInput("its modules have formats that its list of formats lacks")
@@ -221,19 +235,20 @@ class SearchResult:
         return f"<SearchResult for {self.subject}: {counts}; error {self.error:.3g} of {self.tolerance:g}>"
 
     def _repr_html_(self) -> str:
-        from ampwise.tune.search.notebook import found_html
+        from ampwise.tune.search.text import found_html
 
         return found_html(self)
 
 
-def _sensitive(data: dict[str, Any]) -> ModuleSensitivity:
-    estimates = {str(fmt): float(value) for fmt, value in data["estimates"].items()}
-    alone = None if data["alone"] is None else float(data["alone"])
-    return ModuleSensitivity(**data | {"estimates": estimates, "alone": alone, "reasons": tuple(data["reasons"])})
-
-
-def _verified(data: dict[str, Any]) -> Verification:
-    after = None if data["error_after"] is None else float(data["error_after"])
-    return Verification(
-        **data | {"error": float(data["error"]), "error_after": after, "raised": tuple(map(str, data["raised"]))}
-    )
+def _restored(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record as they were before JSON: errors as numbers, for infinity is text there."""
+    found = dict(data)
+    for name in ("alone", "error", "error_after"):
+        if found.get(name) is not None:
+            found[name] = float(found[name])
+    for name in ("reasons", "raised"):
+        if name in found:
+            found[name] = tuple(map(str, found[name]))
+    if "estimates" in found:
+        found["estimates"] = {str(fmt): float(value) for fmt, value in found["estimates"].items()}
+    return found

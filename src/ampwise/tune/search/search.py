@@ -1,17 +1,24 @@
-"""``ampwise.search``: find the cheapest formats that pass, from a function and batches."""
+"""``ampwise.search``: find the cheapest formats that pass, from a function and batches.
+
+The search descends from all wide to what passes on most of the batches. Then the result is verified on the batches held
+back; if it fails there, more modules are made wider.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn import Module
 
+from ampwise.hardware import Gpu
 from ampwise.train.arguments import model_device
 from ampwise.tune.search.arguments import (
     checked_batches,
@@ -21,25 +28,30 @@ from ampwise.tune.search.arguments import (
     checked_model,
     checked_tolerance,
 )
-from ampwise.tune.search.baseline import measure_noise, run_reference
-from ampwise.tune.search.build_result import SearchOutcomes, build_result
-from ampwise.tune.search.costs import unit_costs
-from ampwise.tune.search.descent import Assignment, FormatLadder, cheapest_passing
-from ampwise.tune.search.fingerprint import fingerprint_of
-from ampwise.tune.search.format_choices import DEFAULT_FORMATS, FormatChoice, parse_formats
-from ampwise.tune.search.fp32_error import ParameterGroups
+from ampwise.tune.search.arrangement import DEFAULT_FORMATS, FormatChoice, parse_formats
+from ampwise.tune.search.build_result import (
+    Alone,
+    ModuleGlobs,
+    cost_gap,
+    estimate_gain,
+    rank_modules,
+    spans,
+    unit_costs,
+)
+from ampwise.tune.search.descent import Assignment, FormatLadder, cheapest_passing, raise_until_passing
+from ampwise.tune.search.fp32_error import ParameterGroups, measure_noise, run_reference
 from ampwise.tune.search.passes import PassRunner, SearchBatch
 from ampwise.tune.search.progress import Progress, ProgressCounter
-from ampwise.tune.search.result import SearchResult
+from ampwise.tune.search.result import SearchResult, Verification
 from ampwise.tune.search.sensitivity import SensitivityProbe, UnitProbe, scores_of
-from ampwise.tune.search.trial import SearchTrial
-from ampwise.tune.search.trial_store import TrialStore
-from ampwise.tune.search.trials import TrialRunner, TrialsSpent
-from ampwise.tune.search.unit_facts import measure_facts
-from ampwise.tune.search.units import REST, find_units, select_units
-from ampwise.tune.search.verification import MOST_ALONE, verify
+from ampwise.tune.search.trials import SearchTrial, TrialRunner, TrialsSpent, TrialStore, digest_of
+from ampwise.tune.search.units import REST, SearchUnit, find_units, select_units
 
-__all__ = ["search"]
+__all__ = ["VerifiedSearch", "search", "verify"]
+
+MOST_ALONE = 8  # modules measured by themselves
+
+Looks = Callable[[Sequence[SearchBatch]], Mapping[str, UnitProbe]]
 
 
 def search(
@@ -90,11 +102,10 @@ def search(
     checked, choices, file = checked_tolerance(tolerance), parse_formats(formats), checked_file(resume)
     given, left_out = checked_batches(fn, batches)
     found_model = checked_model(fn, model, given[0])
-    searched = _Search(fn, found_model, given, choices, checked, modules, progress)
-    target = checked_gpu(gpu, searched.passes.device)
-    limit = checked_limit(trials, len(searched.units))
-    outcomes = searched.run(limit, file)
-    return build_result(name or type(found_model).__name__, outcomes, target, left_out)
+    searching = _Search(fn, found_model, given, choices, checked, modules, progress)
+    target = checked_gpu(gpu, searching.passes.device)
+    limit = checked_limit(trials, len(searching.units))
+    return searching.run(name or type(found_model).__name__, limit, file, target, left_out)
 
 
 class _Search:
@@ -118,84 +129,94 @@ class _Search:
         self.batches, self.held_back = batches[: len(batches) - held_back], batches[len(batches) - held_back :]
         every = find_units(model, lambda: self.passes.forward(batches[0]))
         self.units = select_units(every, modules)
-        self.every = [*self.units, *(unit for unit in every if unit not in self.units)]
+        self.left_wide = [unit for unit in every if unit not in self.units]
         self.problem: str | None = None  # of a trial that did not run
-        self.groups = ParameterGroups(model, self.passes.parameters)
         trials = 4 + 2 * math.ceil(math.log2(len(self.units) + 1))
         self.pace.expected = len(self.batches) * (2 + trials) + 2 + 3 * len(self.held_back)
 
-    def run(self, limit: int, path: Path | None) -> SearchOutcomes:
+    def run(self, subject: str, limit: int, path: Path | None, gpu: Gpu | None, left_out: str | None) -> SearchResult:
         """Run the search. Problems of the function in FP32 are raised before anything is tried."""
+        passes, model, every = self.passes, self.passes.model, [*self.units, *self.left_wide]
+        groups = ParameterGroups(model, passes.parameters)
         self.pace.tell("FP32 reference")
-        reference = run_reference(self.passes, self.groups, self.batches)
-        unseen = run_reference(self.passes, self.groups, self.held_back)
+        reference = run_reference(passes, groups, self.batches)
+        unseen = run_reference(passes, groups, self.held_back)
         self.pace.tell("FP32 again, to measure noise")
-        noise = measure_noise(self.passes, reference, self.batches, self.tolerance)
-        store = TrialStore(path, self._fingerprint([*reference.losses, *unseen.losses]))
-        trials = TrialRunner(
-            "search", self.passes, self.every, self.choices, reference, self.batches, store, self._report
+        noise = measure_noise(passes, reference, self.batches, self.tolerance)
+        # Digests by part, so that a mismatch can be named. FP32's losses identify the function.
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        fingerprint = {
+            "modules": digest_of([f"{unit.name}:{unit.kind}" for unit in every]),
+            "weights": digest_of(state),
+            "batches": digest_of([(batch.args, batch.kwargs) for batch in (*self.batches, *self.held_back)]),
+            "formats": [choice.name for choice in self.choices],
+            "tolerance": self.tolerance,
+            "losses in FP32": [*reference.losses, *unseen.losses],
+            "device": passes.device.type,
+            "torch": torch.__version__,
+        }
+        store = TrialStore(path, fingerprint)
+        trials, held = (
+            TrialRunner(stage, passes, every, self.choices, wide, batches, store, self._report, limit)
+            for stage, wide, batches in (("search", reference, self.batches), ("verify", unseen, self.held_back))
         )
-        held = TrialRunner(
-            "verify", self.passes, self.every, self.choices, unseen, self.held_back, store, self._report_held
-        )
-        trials.limit = held.limit = limit
         try:
-            outcomes = self._searched(trials, held, noise, store.resumed)
+            looks = self._looks(self.batches[:1])
+            ladder = self._ladder(looks, trials)
+            best, spent = self._descend(ladder, trials)
+            alone = self._alone_narrower(ladder, best, trials)
+            trials.limit = math.inf
+            checked = verify(held, trials, ladder, best, self.units, self.tolerance, self._looks)
+            tried = trials.count + held.count
+            kept = [passes.kept_bytes(self.batches[0], trials.arranged(each)) for each in (checked.best, ladder.widest)]
+            found = trials.whole(checked.best)
         except BaseException:
             store.write()
             raise
         store.remove()
-        return outcomes
-
-    def _fingerprint(self, losses: Sequence[float]) -> dict[str, Any]:
-        batches, model, device = [*self.batches, *self.held_back], self.passes.model, self.passes.device
-        return fingerprint_of(model, self.every, batches, self.choices, self.tolerance, losses, device)
-
-    def _searched(self, trials: TrialRunner, held: TrialRunner, noise: float, resumed: int) -> SearchOutcomes:
-        looks = self._looks(self.batches[:1])
-        ladder = self._ladder(looks, trials)
-        best, spent = self._descend(ladder, trials)
-        alone = self._alone_narrower(ladder, best, trials)
-        trials.limit = math.inf
-        checked = verify(held, trials, ladder, best, self.units, self.tolerance, self._looks)
-        best, tried = checked.best, trials.count + held.count
-        kept = [self.passes.kept_bytes(self.batches[0], trials.arranged(each)) for each in (best, ladder.widest)]
-        return SearchOutcomes(
-            passes=self.passes,
-            units=self.units,
-            left_wide=self.every[len(self.units) :],
-            choices=self.choices,
+        best, alone = checked.best, {**alone, **checked.alone}
+        chosen = [*(self.choices[place] for place in best), *[self.choices[-1]] * len(self.left_wide)]
+        arrangement, patterns = trials.arranged(best), ModuleGlobs(model)
+        flops = sum(unit.flops for unit in every)
+        notes = [] if left_out is None else [left_out]
+        return SearchResult(
+            subject=subject,
+            formats=tuple(choice.name for choice in self.choices),
             tolerance=self.tolerance,
             noise=noise,
-            best=trials.whole(best),
-            arrangement=trials.arranged(best),
-            looks={**looks, **checked.looks},
-            ladder=ladder,
-            alone={**alone, **checked.alone},
+            error=found.error,
+            loss_error=found.loss,
+            gradient_error=found.gradient,
+            worst=found.worst,
+            modules={unit.name: choice.name for unit, choice in zip(every, chosen, strict=True)},
+            policy=patterns.policy(arrangement),
+            narrow=patterns.narrow(every, chosen),
+            widened=tuple(patterns.of(arrangement.widened)),
+            ranking=rank_modules(self.units, self.choices, best, ladder, looks | checked.looks, alone, flops),
+            gain=estimate_gain(every, chosen, self.choices, gpu, (kept[0], kept[1])),
+            gap=cost_gap(ladder, best, alone, self.tolerance),
             verified=checked.verified,
-            kept_bytes=(kept[0], kept[1]),
             batches=len(self.batches) + len(self.held_back),
             trials=tried,
             spent=spent or checked.spent,
-            problem=self.problem,
-            resumed=resumed,
+            passes=passes.count,
             seconds=time.monotonic() - self.began,
+            device=str(passes.device),
+            notes=(*notes, *self._notes(spent or checked.spent, store.resumed)),
         )
 
     def _looks(self, batches: Sequence[SearchBatch]) -> dict[str, UnitProbe]:
         self.pace.tell("probing each module")
         only = {unit.name for unit in self.units}
-        looking = SensitivityProbe(self.every, self.choices, self.passes.device, measure_facts, only=only)
+        probe = SensitivityProbe([*self.units, *self.left_wide], self.choices, self.passes.device, only=only)
         for batch in batches:
-            self.passes.watched(batch, looking)
-        return looking.looks
+            self.passes.watched(batch, probe)
+        return probe.looks
 
-    def _report_held(self, trial: SearchTrial) -> None:
-        self._report(trial, "held back: ")
-
-    def _report(self, trial: SearchTrial, on: str = "") -> None:
+    def _report(self, stage: str, trial: SearchTrial) -> None:
         counts = [f"{trial.assignment.count(place)} in {choice.name}" for place, choice in enumerate(self.choices)]
-        shown = on + ", ".join(text for text in counts if not text.startswith("0 "))
+        shown = ", ".join(text for text in counts if not text.startswith("0 "))
+        shown = f"held back: {shown}" if stage == "verify" else shown
         if trial.problem is not None:
             self.problem = self.problem or trial.problem
             self.pace.tell(f"{shown}: does not run: {trial.problem}")
@@ -232,9 +253,7 @@ class _Search:
         except TrialsSpent:
             return min([ladder.widest, *trials.passed(self.tolerance)], key=ladder.cost), True
 
-    def _alone_narrower(
-        self, ladder: FormatLadder, best: Assignment, trials: TrialRunner
-    ) -> dict[int, tuple[int, SearchTrial]]:
+    def _alone_narrower(self, ladder: FormatLadder, best: Assignment, trials: TrialRunner) -> Alone:
         """Try units above their cheapest format with the next narrower one, each alone.
 
         If that exceeds the tolerance, no assignment passes in which the unit has it.
@@ -247,3 +266,83 @@ class _Search:
                 place = best[unit] - 1
                 found[unit] = place, trials.of(ladder.alone(unit, place), self.tolerance)
         return found
+
+    def _notes(self, spent: bool, resumed: int) -> Iterator[str]:
+        if spent:
+            yield "the search reached its limit of trials; with a higher trials= it may find a cheaper policy"
+        if self.problem is not None:
+            yield f"some trials did not run, and count as failed: {self.problem}"
+        if not self.held_back:
+            yield "there was only one batch, so nothing was held back for verification"
+        whole = [unit.name for unit in self.units if not unit.emulated]
+        if REST in whole:
+            yield "matmuls outside of any module are not emulated, and have at least 16 bits"
+        if layers := spans(name for name in whole if name != REST):
+            yield f"recurrent layers are not emulated, and have at least 16 bits: {', '.join(layers)}"
+        if self.left_wide:
+            yield f"{len(self.left_wide)} modules were not searched, and stay in FP32"
+        if resumed:
+            yield f"{resumed} trials came from an earlier run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedSearch:
+    """Result of the verification. ``looks`` and ``alone`` cover raised units, on the batches that required it."""
+
+    verified: Verification | None
+    best: Assignment
+    looks: dict[str, UnitProbe] = field(default_factory=dict)
+    alone: Alone = field(default_factory=dict)
+    spent: bool = False
+
+
+def verify(
+    held: TrialRunner,
+    trials: TrialRunner,
+    ladder: FormatLadder,
+    best: Assignment,
+    units: Sequence[SearchUnit],
+    tolerance: float,
+    looks: Looks,
+) -> VerifiedSearch:
+    """Verify on the batches held back; on failure raise units until it passes there and on the others."""
+    if not held.batches:
+        return VerifiedSearch(verified=None, best=best)
+    first = held.whole(best)
+    verified = Verification(batches=len(held.batches), error=first.error, worst=first.worst)
+    if first.error <= tolerance or best == ladder.widest:
+        return VerifiedSearch(verified=verified, best=best)
+    seen = looks(held.batches)
+    scores = [
+        scores_of(seen[unit.name], held.choices) if unit.name in seen else before
+        for unit, before in zip(units, ladder.scores, strict=True)
+    ]
+    ladder = replace(ladder, scores=tuple(scores))
+    # Measure the likely causes by themselves, as an estimate may be wrong. Half of the trials are left for raising.
+    alone: dict[int, SearchTrial] = {}
+    with suppress(TrialsSpent):
+        for unit in ladder.most_in_need(best)[: int(min(MOST_ALONE, held.limit / 2))]:
+            alone[unit] = held.of(ladder.alone(unit, best[unit]), tolerance)
+    for unit, trial in alone.items():
+        ladder = ladder.with_score(unit, best[unit], trial.error)
+
+    def passes(assignment: Assignment) -> bool:
+        if assignment == ladder.widest:
+            return True
+        return all(each.of(assignment, tolerance).error <= tolerance for each in (held, trials))
+
+    spent = False
+    try:
+        raised = raise_until_passing(ladder, best, passes)
+    except TrialsSpent:
+        both = [each for each in held.passed(tolerance) if each in trials.passed(tolerance)]
+        raised, spent = min([ladder.widest, *both], key=ladder.cost), True
+    changed = [unit for unit, (was, now) in enumerate(zip(best, raised, strict=True)) if was != now]
+    names = [units[unit].name for unit in changed]
+    return VerifiedSearch(
+        verified=replace(verified, raised=tuple(names), error_after=held.whole(raised).error),
+        best=raised,
+        looks={name: seen[name] for name in names if name in seen},
+        alone={unit: (best[unit], alone[unit]) for unit in changed if unit in alone},
+        spent=spent,
+    )

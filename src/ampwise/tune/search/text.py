@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ampwise.finding import html
 from ampwise.finding.terminal import console, printable, table
 from ampwise.report.formatting import format_bytes, format_duration, format_percent
-from ampwise.tune.search.format_choices import WIDEST
-from ampwise.tune.search.patterns import globs, spans
+from ampwise.tune.search.arrangement import WIDEST
+from ampwise.tune.search.build_result import globs, spans
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    from ampwise.tune.search.result import ModuleSensitivity, SearchResult, Verification
+    from ampwise.tune.search.result import ModuleSensitivity, SearchResult
 
-__all__ = [
-    "alone_text",
-    "format_rows",
-    "found_text",
-    "gain_sentences",
-    "headline",
-    "method_sentences",
-    "show",
-    "shown_name",
-]
+__all__ = ["found_html", "found_text", "show"]
 
 MOST_ROWS = 12
 MOST_PATTERNS = 4
+FORMAT_HEADINGS = ("format", "modules", "matmuls", "which")
+SENSITIVE_HEADINGS = ("most sensitive", "class", "has", "not", "error alone")
 
 
 def found_text(found: SearchResult) -> str:
@@ -43,24 +35,71 @@ def found_text(found: SearchResult) -> str:
 
 def show(out: Console, found: SearchResult) -> None:
     """Print the verdict first, then the numbers behind it."""
-    _say(out, headline(found), "bold")
+    from rich.text import Text
+
+    _say(out, _headline(found), "bold")
     out.print()
-    out.print(_formats(found))
+    formats = table(FORMAT_HEADINGS[0])
+    formats.add_column(FORMAT_HEADINGS[1], justify="right")
+    formats.add_column(FORMAT_HEADINGS[2], justify="right")
+    formats.add_column(FORMAT_HEADINGS[3])
+    for row in _format_rows(found):
+        formats.add_row(*map(Text, row))  # Text: a name is not markup
+    out.print(formats)
+    out.print()
     raised = [each for each in found.ranking if each.narrower is not None]
     if raised:
+        _show_sensitive(out, raised)
         out.print()
-        out.print(_sensitive(raised))
-        for each in raised[:MOST_ROWS]:
-            for reason in each.reasons:
-                _say(out, f"{shown_name(each.name)}: {reason}")
-    out.print()
-    for sentence in gain_sentences(found):
+    for sentence in _gain_sentences(found):
         _say(out, sentence)
-    for sentence in method_sentences(found):
+    for sentence in _method_sentences(found):
         _say(out, sentence, "dim")
 
 
-def headline(found: SearchResult) -> str:
+def _show_sensitive(out: Console, raised: Sequence[ModuleSensitivity]) -> None:
+    from rich.text import Text
+
+    sensitive = table(*SENSITIVE_HEADINGS[:-1])
+    sensitive.add_column(SENSITIVE_HEADINGS[-1], justify="right")
+    for each in raised[:MOST_ROWS]:
+        sensitive.add_row(*map(Text, _sensitive_cells(each)))
+    if len(raised) > MOST_ROWS:
+        sensitive.add_row(f"… and {len(raised) - MOST_ROWS} more")
+    out.print(sensitive)
+    for each in raised[:MOST_ROWS]:
+        for reason in each.reasons:
+            _say(out, f"{_shown_name(each.name)}: {reason}")
+
+
+def _say(out: Console, text: str, style: str = "") -> None:
+    out.print(printable(text), style=style, markup=False, soft_wrap=True)
+
+
+def found_html(found: SearchResult) -> str:
+    """Render the verdict, the formats, the sensitive modules with reasons, and the gain, for a notebook."""
+    mood = "ok" if found.narrower else "warning"
+    formats = [
+        [html.code(fmt), html.text(count), html.text(share), html.code(which) if which else ""]
+        for fmt, count, share, which in _format_rows(found)
+    ]
+    parts = [
+        html.box(html.paragraph(f"{html.badge('search', mood)} {html.bold(_headline(found))}"), mood),
+        html.table(FORMAT_HEADINGS, formats),
+    ]
+    raised = [each for each in found.ranking if each.narrower is not None]
+    if raised:
+        rows = []
+        for each in raised[:MOST_ROWS]:
+            name, *cells = _sensitive_cells(each)
+            rows.append([html.code(name), *map(html.text, cells), "<br>".join(map(html.text, each.reasons))])
+        parts.append(html.table((*SENSITIVE_HEADINGS, "why"), rows, left=4))
+    parts += [html.paragraph(html.text(sentence)) for sentence in _gain_sentences(found)]
+    parts += [html.paragraph(html.text(sentence), soft=True) for sentence in _method_sentences(found)]
+    return "".join(parts)
+
+
+def _headline(found: SearchResult) -> str:
     """Return the verdict in a sentence."""
     if not found.narrower and found.spent:
         return (
@@ -78,17 +117,20 @@ def headline(found: SearchResult) -> str:
     )
 
 
-def format_rows(found: SearchResult) -> Iterator[tuple[str, str, str, str]]:
+def _format_rows(found: SearchResult) -> Iterator[tuple[str, str, str, str]]:
     """Yield a row per format: number of modules, their share of the matmuls, and which."""
     shares = {each.name: each.share for each in found.ranking}
     for fmt, count in found.counts.items():
         names = [name for name, its in found.modules.items() if its == fmt]
         known = [shares[name] for name in names if name in shares]
         share = format_percent(round(sum(known), 9)) if len(known) == len(names) else "-"  # rounded to give 100%
-        yield fmt, str(count), share if count else "", _which(found, names)
+        patterns = globs(names, [name for name, its in found.modules.items() if its != fmt])
+        are_plain = not any("[" in pattern for pattern in patterns)  # a bracket is an escaped star
+        short = patterns if are_plain and len(patterns) <= MOST_PATTERNS else spans(names)
+        yield fmt, str(count), share if count else "", _listed(short)
 
 
-def gain_sentences(found: SearchResult) -> Iterator[str]:
+def _gain_sentences(found: SearchResult) -> Iterator[str]:
     """Yield what is gained, each number with its basis."""
     gain = found.gain
     yield f"Matmul operands take {format_percent(gain.cost)} of FP32's bits (derived: bits, weighted by FLOPs)."
@@ -106,7 +148,7 @@ def gain_sentences(found: SearchResult) -> Iterator[str]:
         yield f"A batch saves {kept} for the backward pass, {wide} in FP32 (measured here)."
 
 
-def method_sentences(found: SearchResult) -> Iterator[str]:
+def _method_sentences(found: SearchResult) -> Iterator[str]:
     """Yield how it was found, and how certain it is."""
     noise = "none" if not found.noise else f"{found.noise:.1g}"
     yield (
@@ -119,78 +161,32 @@ def method_sentences(found: SearchResult) -> Iterator[str]:
         )
     )
     verified = found.verified
+    batches = 0 if verified is None else verified.batches
+    held_back = f"{batches} held-back batch{'es' if batches > 1 else ''}"
     if verified is not None and verified.passed:
-        yield f"Verified on {_held_back(verified)}: error {verified.error:.2g}."
+        yield f"Verified on {held_back}: error {verified.error:.2g}."
     elif verified is not None:
-        names = ", ".join(map(shown_name, verified.raised[:MOST_PATTERNS]))
-        more = len(verified.raised) - MOST_PATTERNS
+        worst = "" if verified.worst is None else printable(verified.worst) or "its own parameters"
+        where = f" (largest in the gradient of {worst})" if worst else ""
         yield (
-            f"On {_held_back(verified)} the error was {verified.error:.2g}{_worst_gradient(verified)}, so these "
-            f"were made wider: {names}{f' and {more} more' if more > 0 else ''}; now it is {verified.error_after:.2g}."
+            f"On {held_back} the error was {verified.error:.2g}{where}, so these were made wider: "
+            f"{_listed(verified.raised)}; now it is {verified.error_after:.2g}."
         )
     yield from (f"{note[0].upper()}{note[1:].rstrip('.')}." for note in found.notes)
 
 
-def _held_back(verified: Verification) -> str:
-    return f"{verified.batches} held-back batch{'es' if verified.batches > 1 else ''}"
+def _sensitive_cells(each: ModuleSensitivity) -> tuple[str, ...]:
+    """Return the cells of SENSITIVE_HEADINGS. The error of the narrower format alone is measured, else estimated."""
+    narrower, alone = each.narrower or "", "" if each.alone is None else f"{each.alone:.2g}"
+    if each.alone is None and narrower in each.estimates:
+        alone = f"~{each.estimates[narrower]:.1g}"
+    return _shown_name(each.name), printable(each.kind), each.format, narrower, alone
 
 
-def _worst_gradient(verified: Verification) -> str:
-    if verified.worst is None:
-        return ""
-    return f" (largest in the gradient of {printable(verified.worst) or 'its own parameters'})"
-
-
-def alone_text(each: ModuleSensitivity) -> str:
-    """Return the error with the narrower format in this module alone: measured, else estimated."""
-    if each.narrower is None:
-        return ""
-    if each.alone is not None:
-        return f"{each.alone:.2g}"
-    estimate = each.estimates.get(each.narrower)
-    return "" if estimate is None else f"~{estimate:.1g}"
-
-
-def shown_name(name: str) -> str:
-    """Return the name, or a placeholder for the model itself."""
+def _shown_name(name: str) -> str:
     return printable(name) or "(the model itself)"
 
 
-def _formats(found: SearchResult) -> Table:
-    shown = table("format")
-    shown.add_column("modules", justify="right")
-    shown.add_column("matmuls", justify="right")
-    shown.add_column("which", no_wrap=False)
-    for row in format_rows(found):
-        shown.add_row(*map(_plain, row))
-    return shown
-
-
-def _sensitive(raised: list[ModuleSensitivity]) -> Table:
-    shown = table("most sensitive", "class", "has", "not")
-    shown.add_column("error alone", justify="right")
-    for each in raised[:MOST_ROWS]:
-        cells = (shown_name(each.name), printable(each.kind), each.format, each.narrower or "", alone_text(each))
-        shown.add_row(*map(_plain, cells))
-    if len(raised) > MOST_ROWS:
-        shown.add_row(f"… and {len(raised) - MOST_ROWS} more")
-    return shown
-
-
-def _which(found: SearchResult, names: list[str]) -> str:
-    others = [name for name in found.modules if name not in set(names)]
-    patterns = globs(names, others)
-    are_plain = not any("[" in pattern for pattern in patterns)  # a bracket is an escaped star
-    short = patterns if are_plain and len(patterns) <= MOST_PATTERNS else spans(names)
-    more = len(short) - MOST_PATTERNS
-    return ", ".join(map(shown_name, short[:MOST_PATTERNS])) + (f" and {more} more" if more > 0 else "")
-
-
-def _say(out: Console, text: str, style: str = "") -> None:
-    out.print(printable(text), style=style, markup=False, soft_wrap=True)
-
-
-def _plain(text: str) -> Text:
-    from rich.text import Text
-
-    return Text(text)  # a name is not markup
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MOST_PATTERNS
+    return ", ".join(map(_shown_name, names[:MOST_PATTERNS])) + (f" and {more} more" if more > 0 else "")

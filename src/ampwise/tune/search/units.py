@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from ampwise.errors import BadInput, UnknownName
 from ampwise.numbers.emulation.emulated_matmuls import MATMUL_OPERANDS
 from ampwise.train.precision.policy import name_and_parents, named_modules
-from ampwise.train.random_state import capture_random, restore_random
-from ampwise.tune.search.saved_state import SavedState, errors_in_one_line
 
-__all__ = ["REST", "SearchUnit", "find_called_model", "find_units", "select_units"]
+__all__ = ["REST", "SearchUnit", "find_units", "select_units"]
 
 REST = ""  # name of the rest: matmuls of the model's own forward, and of the function that calls it
 
@@ -56,34 +53,39 @@ def find_units(model: Module, forward: Callable[[], object]) -> list[SearchUnit]
     counter = _MatmulCounter()
     with counter:  # the first mode imports much of torch; during a pass that would leave cycles that hold its graph
         torch.empty(())
-    with _tracking_modules(names, counter), sdpa_kernel(SDPBackend.MATH), counter:
-        forward()
-    _refuse_16_bits(counter.in_16_bits, names)
-    outside = counter.flops.pop(None, 0.0)
-    own = counter.flops.pop(model, 0.0)
+    with ExitStack() as stack:
+        for module in names:
+            enter = module.register_forward_pre_hook(counter.enter, prepend=True)
+            leave = module.register_forward_hook(counter.leave, always_call=True)
+            stack.callback(enter.remove)
+            stack.callback(leave.remove)
+        with sdpa_kernel(SDPBackend.MATH), counter:
+            forward()
+    for where, dtype in counter.in_16_bits.items():
+        shown = "the function" if where is None else names[where] or "the model itself"
+        raise BadInput(
+            f"search(): a matmul in {shown} is {str(dtype).removeprefix('torch.')}; expected FP32, to compare with. "
+            "Remove autocast from the function, and call model.float(): the search applies formats itself."
+        )
+    outside, own = counter.flops.pop(None, 0.0), counter.flops.pop(model, 0.0)
     found = [
-        _unit(names[module], module, flops, module not in counter.whole)
+        SearchUnit(
+            name=names[module],
+            module=module,
+            kind=type(module).__name__,
+            flops=flops,
+            emulated=module not in counter.whole,
+        )
         for module, flops in counter.flops.items()
         if module is not None
     ]
     if own or outside:
-        found.append(_unit(REST, model, own + outside, own >= outside and model not in counter.whole))
+        is_emulated = own >= outside and model not in counter.whole
+        kind = type(model).__name__
+        found.append(SearchUnit(name=REST, module=model, kind=kind, flops=own + outside, emulated=is_emulated))
     if not found:
         raise BadInput("search(): the function computes no FP32 matmul, so there is nothing to choose a format for.")
     return found
-
-
-def _unit(name: str, module: Module, flops: float, emulated: bool) -> SearchUnit:
-    return SearchUnit(name=name, module=module, kind=type(module).__name__, flops=flops, emulated=emulated)
-
-
-def _refuse_16_bits(found: Mapping[Module | None, torch.dtype], names: Mapping[Module, str]) -> None:
-    for module, dtype in found.items():
-        name = "the function" if module is None else names[module] or "the model itself"
-        raise BadInput(
-            f"search(): a matmul in {name} is {str(dtype).removeprefix('torch.')}; expected FP32, to compare with. "
-            "Remove autocast from the function, and call model.float(): the search applies formats itself."
-        )
 
 
 def select_units(units: Sequence[SearchUnit], patterns: Iterable[str]) -> list[SearchUnit]:
@@ -93,7 +95,9 @@ def select_units(units: Sequence[SearchUnit], patterns: Iterable[str]) -> list[S
         return list(units)
     chosen: set[SearchUnit] = set()
     for pattern in wanted:
-        matched = {unit for unit in units if any(fnmatchcase(name, pattern) for name in _with_rest(unit.name))}
+        matched = {
+            unit for unit in units if any(fnmatchcase(name, pattern) for name in (*name_and_parents(unit.name), REST))
+        }
         if not matched:
             raise UnknownName(
                 "module",
@@ -105,59 +109,34 @@ def select_units(units: Sequence[SearchUnit], patterns: Iterable[str]) -> list[S
     return [unit for unit in units if unit in chosen]
 
 
-def find_called_model(forward: Callable[[], object], device: torch.device) -> Module:
-    """Return the one module with parameters that a function calls. All state is restored."""
-    called: list[Module] = []
-    depth = 0
-
-    def enters(module: Module, args: Any) -> None:
-        nonlocal depth
-        if not depth and module not in called and next(module.parameters(), None) is not None:
-            called.append(module)
-            stack.callback(SavedState(module, device).put_back)
-        depth += 1
-
-    def leaves(module: Module, args: Any, output: Any) -> None:
-        nonlocal depth
-        depth -= 1
-
-    with ExitStack() as stack:
-        stack.callback(restore_random, capture_random(device), device)
-        stack.callback(register_module_forward_pre_hook(enters).remove)
-        stack.callback(register_module_forward_hook(leaves, always_call=True).remove)
-        stack.enter_context(errors_in_one_line())
-        forward()
-    if len(called) == 1:
-        return called[0]
-    seen = ", ".join(type(module).__name__ for module in called) or "no module with parameters"
-    raise BadInput(f"search(): the function calls {seen}; name the model: search(..., model=model).")
-
-
 class _MatmulCounter(TorchDispatchMode):
     """Counts FLOPs of matmuls by the innermost module. FP64 and integer matmuls are ignored, as no format applies."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.inside: list[Module] = []
+        self._inside: list[Module] = []
         self.flops: dict[Module | None, float] = {}
         self.in_16_bits: dict[Module | None, torch.dtype] = {}
         self.whole: set[Module | None] = set()  # modules that torch computes in one operation
+
+    def enter(self, module: Module, args: Any) -> None:
+        self._inside.append(module)
+
+    def leave(self, module: Module, args: Any, output: Any) -> None:
+        self._inside.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         flops = _flops(func, args, result)
         if flops:
-            self._count(flops, args[0].dtype, is_whole=func in RECURRENT)
+            where, dtype = self._inside[-1] if self._inside else None, args[0].dtype
+            if dtype in (torch.float16, torch.bfloat16):
+                self.in_16_bits[where] = dtype
+            elif dtype == torch.float32:
+                self.flops[where] = self.flops.get(where, 0.0) + flops
+                if func in RECURRENT:
+                    self.whole.add(where)
         return result
-
-    def _count(self, flops: float, dtype: torch.dtype, *, is_whole: bool) -> None:
-        where = self.inside[-1] if self.inside else None
-        if dtype in (torch.float16, torch.bfloat16):
-            self.in_16_bits[where] = dtype
-        elif dtype == torch.float32:
-            self.flops[where] = self.flops.get(where, 0.0) + flops
-            if is_whole:
-                self.whole.add(where)
 
 
 def _flops(func: Any, args: Any, result: Any) -> float:
@@ -173,24 +152,3 @@ def _flops(func: Any, args: Any, result: Any) -> float:
     places: Tensor = args[0] if args[6] else result  # for a transposed convolution, those of the input
     weight: Tensor = args[1]
     return 2.0 * places.numel() * weight[0].numel()
-
-
-@contextmanager
-def _tracking_modules(modules: Iterable[Module], counter: _MatmulCounter) -> Iterator[None]:
-    with ExitStack() as stack:
-        for module in modules:
-            enter = module.register_forward_pre_hook(lambda module, args: counter.inside.append(module), prepend=True)
-            leave = module.register_forward_hook(lambda module, args, out: _leave(counter.inside), always_call=True)
-            stack.callback(enter.remove)
-            stack.callback(leave.remove)
-        yield
-
-
-def _leave(inside: list[Module]) -> None:
-    inside.pop()
-
-
-def _with_rest(name: str) -> Iterator[str]:
-    """Yield the name, those of enclosing modules, and that of the rest."""
-    yield from name_and_parents(name)
-    yield REST

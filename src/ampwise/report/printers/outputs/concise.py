@@ -15,12 +15,10 @@ __all__ = ["render"]
 
 
 def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None) -> str:
-    lines = [_line(finding, colour) for finding in in_file_order(findings)]
+    lines = []
+    for finding in in_file_order(findings):
+        place = paint(printable(str(finding.place)), "bold", colour)
+        code = paint(finding.rule.code, finding.severity, colour)
+        mark = f"{fix_mark(finding, colour)}[{finding.severity}]"
+        lines.append(f"{place}: {code} {mark} {finding.rule.name}: {printable(finding.message)}")
     return "\n".join([*lines, summary(findings, colour)]) + "\n"
-
-
-def _line(finding: Finding, colour: bool) -> str:
-    place = paint(printable(str(finding.place)), "bold", colour)
-    code = paint(finding.rule.code, finding.severity, colour)
-    mark = fix_mark(finding, colour)
-    return f"{place}: {code} {mark}[{finding.severity}] {finding.rule.name}: {printable(finding.message)}"

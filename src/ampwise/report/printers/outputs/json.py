@@ -14,10 +14,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ampwise.finding import Edit, Finding
+from ampwise.finding import Finding
 from ampwise.finding.strict_json import dumps
 
 __all__ = ["render"]
+
+
+NOTE: dict[str, Any] = {
+    "code": None,
+    "name": None,
+    "severity": "note",
+    "message": "",
+    "filename": None,
+    "cell": None,
+    "location": None,
+    "end_location": None,
+    "noqa_row": None,
+    "fix": None,
+    "url": None,
+    "evidence": {},
+    "place": {},
+}
 
 
 def render(
@@ -27,59 +44,34 @@ def render(
     texts: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    return dumps([*(_object(finding) for finding in findings), *(_note(note) for note in notes)])
-
-
-def _note(note: str) -> dict[str, Any]:
-    return {
-        "code": None,
-        "name": None,
-        "severity": "note",
-        "message": note,
-        "filename": note.partition(":")[0] or None,
-        "cell": None,
-        "location": None,
-        "end_location": None,
-        "noqa_row": None,
-        "fix": None,
-        "url": None,
-        "evidence": {},
-        "place": {},
-    }
-
-
-def _object(finding: Finding) -> dict[str, Any]:
-    place = finding.place
-    return {
-        "code": finding.rule.code,
-        "name": finding.rule.name,
-        "severity": str(finding.severity),
-        "message": finding.message,
-        "filename": place.file,
-        "cell": place.cell,
-        "location": _location(place.line, place.column),
-        "end_location": _location(place.end_line, place.end_column),
-        "noqa_row": place.line,
-        "fix": {
-            "applicability": _applicability(finding),
-            "message": finding.fix,
-            "edits": [_edit(edit) for edit in finding.edits],
-        },
-        "url": finding.rule.url,
-        "evidence": finding.evidence,
-        "place": place.as_dict(),
-    }
-
-
-def _applicability(finding: Finding) -> str:
-    if not finding.edits:
-        return "display"
-    return "safe" if finding.safe else "unsafe"
-
-
-def _edit(edit: Edit) -> dict[str, Any]:
-    span = {"location": _location(*edit.start), "end_location": _location(*edit.end)}
-    return {"content": edit.content, **span} | ({} if edit.cell is None else {"cell": edit.cell})
+    objects: list[dict[str, Any]] = []
+    for finding in findings:
+        place = finding.place
+        edits = [
+            {"content": edit.content, "location": _location(*edit.start), "end_location": _location(*edit.end)}
+            | ({} if edit.cell is None else {"cell": edit.cell})
+            for edit in finding.edits
+        ]
+        applicability = "display" if not edits else "safe" if finding.safe else "unsafe"
+        objects.append(
+            {
+                "code": finding.rule.code,
+                "name": finding.rule.name,
+                "severity": str(finding.severity),
+                "message": finding.message,
+                "filename": place.file,
+                "cell": place.cell,
+                "location": _location(place.line, place.column),
+                "end_location": _location(place.end_line, place.end_column),
+                "noqa_row": place.line,
+                "fix": {"applicability": applicability, "message": finding.fix, "edits": edits},
+                "url": finding.rule.url,
+                "evidence": finding.evidence,
+                "place": place.as_dict(),
+            }
+        )
+    objects += [{**NOTE, "message": note, "filename": note.partition(":")[0] or None} for note in notes]
+    return dumps(objects)
 
 
 def _location(row: int | None, column: int | None) -> dict[str, int | None] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ampwise.finding import Edit, Finding, Place, Rule, Severity
+from ampwise.finding import Finding, Place, Severity
 from ampwise.finding.strict_json import dumps
 from ampwise.finding.version import NAME, installed_version
 from ampwise.report.printers.fingerprint import fingerprints, project_path
@@ -24,20 +24,7 @@ def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[
     rules = sorted({finding.rule.code: finding.rule for finding in findings}.values(), key=lambda rule: rule.code)
     index = {rule.code: number for number, rule in enumerate(rules)}
     marked = zip(findings, fingerprints(findings), strict=True)
-    run = {
-        "tool": {"driver": _driver(rules)},
-        "columnKind": "unicodeCodePoints",
-        "results": [_result(finding, index[finding.rule.code], mark) for finding, mark in marked],
-    }
-    return dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]})
-
-
-def _driver(rules: Sequence[Rule]) -> dict[str, Any]:
-    return _known({"name": NAME, "version": installed_version(), "rules": [_rule(rule) for rule in rules]})
-
-
-def _rule(rule: Rule) -> dict[str, Any]:
-    return _known(
+    described = [
         {
             "id": rule.code,
             "name": rule.name,
@@ -47,11 +34,39 @@ def _rule(rule: Rule) -> dict[str, Any]:
             "helpUri": rule.url,
             "defaultConfiguration": {"level": LEVELS[rule.severity], "enabled": rule.on_by_default},
         }
-    )
+        for rule in rules
+    ]
+    driver = {"name": NAME, "version": installed_version(), "rules": [_known(rule) for rule in described]}
+    run = {
+        "tool": {"driver": _known(driver)},
+        "columnKind": "unicodeCodePoints",
+        "results": [_result(finding, index[finding.rule.code], mark) for finding, mark in marked],
+    }
+    return dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]})
 
 
 def _result(finding: Finding, rule_index: int, fingerprint: str) -> dict[str, Any]:
-    location = _location(finding.place)
+    location, file = _location(finding.place), finding.place.file
+    properties: dict[str, Any] = {"fix": finding.fix, "evidence": finding.evidence, "place": finding.place.as_dict()}
+    fixes = None
+    if any(edit.cell is not None for edit in finding.edits):
+        properties |= {"edits": [edit.as_dict() for edit in finding.edits], "safe": finding.safe}
+    elif file is not None and finding.edits:
+        replacements = [
+            {
+                "deletedRegion": {
+                    "startLine": edit.line,
+                    "startColumn": edit.column,
+                    "endLine": edit.end_line,
+                    "endColumn": edit.end_column,
+                },
+                "insertedContent": {"text": edit.content},
+            }
+            for edit in finding.edits
+        ]
+        change = {"artifactLocation": _artifact(file), "replacements": replacements}
+        safety = {"applicability": "safe" if finding.safe else "unsafe"}
+        fixes = [{"description": {"text": finding.fix}, "artifactChanges": [change], "properties": safety}]
     return _known(
         {
             "ruleId": finding.rule.code,
@@ -60,92 +75,46 @@ def _result(finding: Finding, rule_index: int, fingerprint: str) -> dict[str, An
             "message": {"text": finding.message or finding.rule.summary},
             "locations": [location] if location else [],
             "partialFingerprints": {"ampwise/v1": fingerprint},
-            "fixes": _fixes(finding),
-            "properties": _properties(finding),
+            "fixes": fixes,
+            "properties": properties,
         }
     )
 
 
-def _fixes(finding: Finding) -> list[dict[str, Any]] | None:
-    file = finding.place.file
-    if file is None or not finding.edits or _is_in_cells(finding):
-        return None
-    change = {"artifactLocation": _artifact(file), "replacements": [_replacement(edit) for edit in finding.edits]}
-    safety = {"applicability": "safe" if finding.safe else "unsafe"}
-    return [{"description": {"text": finding.fix}, "artifactChanges": [change], "properties": safety}]
-
-
-def _replacement(edit: Edit) -> dict[str, Any]:
-    region = {
-        "startLine": edit.line,
-        "startColumn": edit.column,
-        "endLine": edit.end_line,
-        "endColumn": edit.end_column,
-    }
-    return {"deletedRegion": region, "insertedContent": {"text": edit.content}}
-
-
-def _properties(finding: Finding) -> dict[str, Any]:
-    properties: dict[str, Any] = {"fix": finding.fix, "evidence": finding.evidence, "place": finding.place.as_dict()}
-    if _is_in_cells(finding):
-        properties |= {"edits": [edit.as_dict() for edit in finding.edits], "safe": finding.safe}
-    return properties
-
-
-def _is_in_cells(finding: Finding) -> bool:
-    return any(edit.cell is not None for edit in finding.edits)
-
-
 def _location(place: Place) -> dict[str, Any]:
-    return _known({"physicalLocation": _physical(place), "logicalLocations": _logical(place)})
-
-
-def _physical(place: Place) -> dict[str, Any] | None:
-    if place.file is None:
-        return None
-    return _known({"artifactLocation": _artifact(place.file), "region": _region(place)})
+    """Return the place in a file, and the parts of a model, machine or notebook: a gradient has a name and no line."""
+    region = {
+        "startLine": place.line,
+        "startColumn": place.column,
+        "endLine": place.end_line,
+        "endColumn": place.end_column,
+    }
+    physical = None
+    if place.file is not None:
+        known_region = None if place.line is None else _known(region)
+        physical = _known({"artifactLocation": _artifact(place.file), "region": known_region})
+    cell = None if place.cell is None else f"cell {place.cell}"
+    named = {"cell": cell, "parameter": place.parameter, "module": place.module, "resource": place.device}
+    logical = [
+        {"name": name.rpartition(".")[2] or name, "fullyQualifiedName": name, "kind": kind}
+        for kind, name in named.items()
+        if name
+    ]
+    return _known({"physicalLocation": physical, "logicalLocations": logical or None})
 
 
 def _artifact(file: str) -> dict[str, str]:
     from pathlib import PurePath
-
-    path = project_path(file)
-    if PurePath(path).is_absolute():  # outside the checkout
-        return {"uri": "file://" + _quoted(path if path.startswith("/") else f"/{path}")}  # /C:/ on Windows
-    return {"uri": _quoted(path), "uriBaseId": "%SRCROOT%"}
-
-
-def _quoted(path: str) -> str:
     from urllib.parse import quote
 
+    path = project_path(file)
+    is_outside = PurePath(path).is_absolute()  # of the checkout
+    rooted = path if path.startswith("/") or not is_outside else f"/{path}"  # /C:/ on Windows
     try:
-        return quote(path, errors="surrogateescape")  # the exact bytes of a name that is not UTF-8
+        quoted = quote(rooted, errors="surrogateescape")  # the exact bytes of a name that is not UTF-8
     except UnicodeEncodeError:  # half a surrogate pair, which only Windows allows in a name
-        return quote(path, errors="backslashreplace")
-
-
-def _region(place: Place) -> dict[str, Any] | None:
-    if place.line is None:
-        return None
-    return _known(
-        {
-            "startLine": place.line,
-            "startColumn": place.column,
-            "endLine": place.end_line,
-            "endColumn": place.end_column,
-        }
-    )
-
-
-def _logical(place: Place) -> list[dict[str, str]] | None:
-    """Return the parts of a model, machine or notebook that a finding is about; a gradient has a name and no line."""
-    cell = None if place.cell is None else f"cell {place.cell}"
-    named = {"cell": cell, "parameter": place.parameter, "module": place.module, "resource": place.device}
-    return [
-        {"name": name.rpartition(".")[2] or name, "fullyQualifiedName": name, "kind": kind}
-        for kind, name in named.items()
-        if name
-    ] or None
+        quoted = quote(rooted, errors="backslashreplace")
+    return {"uri": f"file://{quoted}"} if is_outside else {"uri": quoted, "uriBaseId": "%SRCROOT%"}
 
 
 def _known(properties: dict[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 from ampwise.finding.strict_json import dumps
 from ampwise.runs.sinks.metrics import MetricsRow
-from ampwise.runs.sinks.sink_context import Send, SinkContext
-from ampwise.runs.sinks.target_checks import why_file_not_writable
+from ampwise.runs.sinks.sink_context import Send, SinkContext, why_file_not_writable
 
 PACKAGE = None
 SUFFIX = "metrics.jsonl"

@@ -11,13 +11,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from ampwise.runs.sinks.metrics import MetricsRow
-from ampwise.runs.sinks.separate_random import use_separate_random
-from ampwise.runs.sinks.sink_context import Send, SinkContext
-from ampwise.runs.sinks.target_checks import why_folder_not_writable
+from ampwise.runs.sinks.sink_context import Send, SinkContext, use_separate_random, why_folder_not_writable
 
 PACKAGE = "mlflow"
 DATABASES = ("sqlite:", "postgresql:", "mysql:", "mssql:")
@@ -55,17 +53,22 @@ def check(about: SinkContext) -> str | None:
 @contextmanager
 def open_sink(about: SinkContext) -> Iterator[Send]:
     from mlflow.entities import Metric
-    from mlflow.tracking import MlflowClient
+    from mlflow.tracking import MlflowClient, fluent
 
     uri, experiment = _uri_and_experiment(about)
-    theirs = _active_run()
+    # The script's active run: MLflow stores it by thread, and this is not the script's thread.
+    theirs = getattr(fluent, "_get_latest_active_run", fluent.active_run)()
     if theirs is not None:
         client = MlflowClient()
     else:
         with _files_allowed(uri):
             client = MlflowClient(tracking_uri=uri)
     use_separate_random(RANDOM_MODULES)  # again, because a client loads more of them
-    run = theirs or client.create_run(_experiment_id(client, experiment), run_name=about.name)
+    run = theirs
+    if run is None:
+        found = client.get_experiment_by_name(experiment)
+        experiment_id = client.create_experiment(experiment) if found is None else found.experiment_id
+        run = client.create_run(experiment_id, run_name=about.name)
 
     def send(rows: Sequence[MetricsRow]) -> None:
         metrics = [
@@ -85,16 +88,14 @@ def _uri_and_experiment(about: SinkContext) -> tuple[str | None, str]:
     target, experiment = about.target, os.environ.get("MLFLOW_EXPERIMENT_NAME") or "ampwise"
     if target is None:
         return None, experiment
+    path = target.removeprefix("file:")
+    if path != target and not path.startswith("/"):
+        return (about.folder / path).resolve().as_uri(), experiment
     if target == "databricks" or ":" in target:
-        return _absolute_uri(target, about), experiment
+        return target, experiment
     if target.startswith(".") or "/" in target or os.sep in target:
         return (about.folder / target).resolve().as_uri(), experiment
     return None, target
-
-
-def _absolute_uri(uri: str, about: SinkContext) -> str:
-    path = uri.removeprefix("file:")
-    return uri if path == uri or path.startswith("/") else (about.folder / path).resolve().as_uri()
 
 
 def _default_uri(folder: Path) -> str:
@@ -102,17 +103,12 @@ def _default_uri(folder: Path) -> str:
     loaded = sys.modules.get("mlflow")
     if loaded is not None:  # by a script, which may have set the URI
         return str(loaded.get_tracking_uri())
-    to_files = _version() < FIRST_WITH_DATABASE or any(folder.glob("mlruns/*/meta.yaml"))
-    return "mlruns" if to_files else "sqlite:///mlflow.db"
-
-
-def _version() -> tuple[int, ...]:
-    from importlib import metadata
-
     try:
-        return tuple(map(int, metadata.version("mlflow-skinny").split(".")[:2]))
+        version = tuple(map(int, metadata.version("mlflow-skinny").split(".")[:2]))
     except (metadata.PackageNotFoundError, ValueError):  # unusual; opening the sink reports it
-        return (0,)
+        version = (0,)
+    to_files = version < FIRST_WITH_DATABASE or any(folder.glob("mlruns/*/meta.yaml"))
+    return "mlruns" if to_files else "sqlite:///mlflow.db"
 
 
 @contextmanager
@@ -126,16 +122,3 @@ def _files_allowed(uri: str | None) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(ALLOW_FILES, None)
-
-
-def _experiment_id(client: Any, name: str) -> Any:
-    found = client.get_experiment_by_name(name)
-    return client.create_experiment(name) if found is None else found.experiment_id
-
-
-def _active_run() -> Any:
-    """Return the script's active run. MLflow stores it by thread, and this is not the script's thread."""
-    from mlflow.tracking import fluent
-
-    of_all_threads = getattr(fluent, "_get_latest_active_run", fluent.active_run)
-    return of_all_threads()

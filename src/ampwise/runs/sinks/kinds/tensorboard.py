@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from ampwise.runs.sinks.metrics import MetricsRow
-from ampwise.runs.sinks.sink_context import Send, SinkContext
-from ampwise.runs.sinks.target_checks import why_folder_not_writable
+from ampwise.runs.sinks.sink_context import Send, SinkContext, why_folder_not_writable
 
 PACKAGE = "tensorboard"
 SUFFIX = "tensorboard"
-EVENTS = "events.out.tfevents.*"
 
 
 def load() -> None:
@@ -34,7 +31,11 @@ def open_sink(about: SinkContext) -> Iterator[Send]:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    writer = EventFileWriter(_folder(about))
+    folder = about.path(SUFFIX)
+    if about.target is None:  # remove events of an earlier run of this name: TensorBoard would draw both as one
+        for path in folder.glob("events.out.tfevents.*"):
+            path.unlink()
+    writer = EventFileWriter(str(about.target if _is_bucket(about) else folder))
 
     def send(rows: Sequence[MetricsRow]) -> None:
         for row in rows:
@@ -48,21 +49,6 @@ def open_sink(about: SinkContext) -> Iterator[Send]:
         writer.close()
 
 
-def _folder(about: SinkContext) -> str:
-    if about.target and _is_bucket(about):
-        return about.target
-    folder = about.path(SUFFIX)
-    if about.target is None:
-        _clear(folder)
-    return str(folder)
-
-
 def _is_bucket(about: SinkContext) -> bool:
     """Whether the target is a URL, which TensorBoard writes to itself."""
     return about.target is not None and "://" in about.target
-
-
-def _clear(folder: Path) -> None:
-    """Remove events of an earlier run of this name: TensorBoard would draw both as one."""
-    for path in folder.glob(EVENTS):
-        path.unlink()

@@ -24,9 +24,15 @@ def load() -> None:
 
 @contextmanager
 def open_sink(about: SinkContext) -> Iterator[Send]:
+    from trackio import context_vars
     from trackio.sqlite_storage import SQLiteStorage
 
-    project, run, run_id = _run(about)
+    theirs = context_vars.current_run.get()
+    if theirs is not None and theirs.url is None:  # on this machine
+        project, run, run_id = theirs.project, theirs.name, theirs.id
+    else:
+        project = about.target or (theirs.project if theirs is not None else "ampwise")
+        run, run_id = about.name, uuid.uuid4().hex
 
     def send(rows: Sequence[MetricsRow]) -> None:
         SQLiteStorage.bulk_log(
@@ -39,13 +45,3 @@ def open_sink(about: SinkContext) -> Iterator[Send]:
         )
 
     yield send
-
-
-def _run(about: SinkContext) -> tuple[str, str, str]:
-    """Return project, name and id of the script's run if it is on this machine; else of a new run."""
-    from trackio import context_vars
-
-    theirs = context_vars.current_run.get()
-    if theirs is not None and theirs.url is None:
-        return theirs.project, theirs.name, theirs.id
-    return about.target or (theirs.project if theirs is not None else "ampwise"), about.name, uuid.uuid4().hex
