@@ -148,7 +148,6 @@ class Engine:
         self.policy = precision if isinstance(precision, Policy) else Policy(precision)
         self._fp8 = fp8
         self._plugin = self._plugin_for(chosen, self.policy, fp8)
-        self._has_plugin = type(self._plugin) is not PrecisionPlugin
         self._contexts = self._contexts_of(chosen)
         self._ranks = Ranks(self._models, process_group)
         if graph and self._ranks.several:
@@ -237,7 +236,7 @@ class Engine:
             step = self._take_step(extra) if is_last else self._open_step(extra)
         finally:
             self._inside = False
-        return self._after_step(step) if self._hooks.after_step else step
+        return self._after_step(step)
 
     def step_in_pieces(self, count: int, loss_fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
         """Run ``step`` on a batch split into ``count`` pieces, one after the other: for a batch too large for memory.
@@ -268,7 +267,7 @@ class Engine:
             raise
         finally:
             self._inside = False
-        return self._after_step(step) if self._hooks.after_step else step
+        return self._after_step(step)
 
     def _begin_step(self, loss_fn: Any, name: str) -> None:
         """Check that a step can begin here, and call the hooks if it opens an accumulation window."""
@@ -490,7 +489,6 @@ class Engine:
         policy.apply(self._model)
         plugin.install()
         self.policy, self.why, self._plugin = policy, why, plugin
-        self._has_plugin = type(plugin) is not PrecisionPlugin
         self._contexts = self._contexts_of(chosen)
         if chosen.scaled != self.scaler.is_enabled():
             self._schedules.settle()
@@ -779,8 +777,9 @@ class Engine:
             divisor = self._accumulator.correction()
             self._check_and_clip(stepping, divisor)
             self._in_optimizer_step = True
+            plain = type(self._plugin) is PrecisionPlugin  # autocast is all that the precision needs
             for optimizer in stepping:
-                with self._plugin.step_context(optimizer) if self._has_plugin else NO_CONTEXT:
+                with NO_CONTEXT if plain else self._plugin.step_context(optimizer):
                     self.scaler.step(optimizer)  # noqa: AMP110 (each optimizer once)
                 result = result or self.scaler.result_of(optimizer)  # either all skip or none
             # On several ranks the losses differ, and so would the scales; there the explainer undoes the backoff later.
@@ -812,19 +811,17 @@ class Engine:
                 self._accumulator.agreed = divisor = self._ranks.mean(divisor, self.device)
             on_device = device_scalar(divisor, self.device)
         loss = self._accumulator.loss
-        by_torch = self._clip_norm is not None and self._trained.on_cpu()
-        if self._clip_value is None and not by_torch:
-            limit = NO_CLIPPING if self._clip_norm is None else self._clip_norm
-            self.scaler.check(stepping, limit, divisor=on_device, loss=loss)
-            return
-        self.scaler.check(stepping, divisor=on_device, loss=loss, unscale=True)
-        if self._clip_norm is not None:
+        if self._clip_norm is not None and self._trained.on_cpu():
             parameters = self._trained.in_model_order()  # the order affects the last bit
+            self.scaler.check(stepping, divisor=on_device, loss=loss, unscale=True)
             clip_grad_norm_(parameters, self._clip_norm)  # noqa: AMP101 (check() has unscaled the gradients)
-        else:
-            assert self._clip_value is not None
+        elif self._clip_value is not None:
+            self.scaler.check(stepping, divisor=on_device, loss=loss, unscale=True)
             for optimizer in stepping:
                 clamp_(collect_gradients(optimizer).values, self._clip_value)
+        else:
+            limit = NO_CLIPPING if self._clip_norm is None else self._clip_norm
+            self.scaler.check(stepping, limit, divisor=on_device, loss=loss)
 
     def undo_backoff(self, result: StepResult) -> None:
         """Undo the scale backoff of a step that no loss scale would have fixed; in an open window, at its end."""
@@ -869,7 +866,7 @@ class Engine:
         if self._set_to_none and self._graphs is None:
             self._trained.drop_gradients()  # the next forward pass can use their memory
         try:  # the window is closed even if one of these raises
-            if self._has_plugin:
+            if type(self._plugin) is not PrecisionPlugin:
                 self._plugin.step_ended()
         finally:
             for hook in self._hooks.on_step_end:

@@ -177,7 +177,7 @@ class Step:
             skipped, norm, scale, loss = self._result.values()
             self._settled = skipped, norm, scale
             if self._loss is None:
-                self._loss = loss if self._loss_divisor is None else self._mean(loss)
+                self._loss = self._mean(loss)
             self._result = None
         return self._settled
 

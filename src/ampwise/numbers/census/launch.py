@@ -37,6 +37,7 @@ __all__ = [
 
 COLUMNS = SINGLE.columns
 HERE = nullcontext()
+MOST_COMPILED = 256  # kinds of arguments for which a kernel is kept
 # Before 3.4 a compiled kernel took its arguments without constants.
 DIRECT_LAUNCHES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4)
 
@@ -80,10 +81,13 @@ class TensorBatch:
         self.kept = list(tensors)  # what the addresses point into
         self.copied: list[int] = []  # those not aligned, which are read from a copy
         addresses = list(map(Tensor.data_ptr, tensors))
+        # A capturing stream cannot be waited for outside; the user of a replayed graph has to sync with it anyway.
         captured = self.device.type != "cuda" or torch.cuda.is_current_stream_capturing()
+        self.stream = None if captured else _raw_stream(self.device)
         # Gradients are mostly where they were in the step before: then there is nothing to plan and to upload.
+        # Comparing with the last batch takes less time than the hash that the caches below need.
         key = (addresses, list(map(Tensor.numel, tensors)), list(map(attrgetter("dtype"), tensors)))
-        place = (self.device, 0 if captured else _raw_stream(self.device))
+        place = (self.device, self.stream)
         known = None if captured else _last_batches.get(place)
         if known is not None and known[0] == key:
             self.addresses, self.plan = known[1:]
@@ -98,7 +102,7 @@ class TensorBatch:
             _last_batches[place] = (key, self.addresses, self.plan)
 
 
-_last_batches: dict[tuple[torch.device, int], tuple[object, Tensor, ChunkPlan]] = {}  # by device and stream
+_last_batches: dict[tuple[torch.device, int | None], tuple[object, Tensor, ChunkPlan]] = {}  # by device and stream
 
 
 class PendingCensus:
@@ -108,14 +112,11 @@ class PendingCensus:
         # Memory is reused in stream order, so the gradients can be freed now; an unread result must not hold them.
         batch.kept.clear()
         self.batch, self.buffer, self.sums = batch, buffer, sums
-        # A capturing stream cannot be waited for outside; the user of a replayed graph has to sync with it anyway.
-        captured = batch.device.type != "cuda" or torch.cuda.is_current_stream_capturing()
-        self._stream = None if captured else _raw_stream(batch.device)
 
     def fetch(self) -> list[Census]:
         """Copy the counts to the host, which syncs with the device."""
-        if self._stream is not None:  # the caller may be on another stream
-            launched_on = torch.cuda.ExternalStream(self._stream, device=self.batch.device)
+        if self.batch.stream is not None:  # the caller may be on another stream
+            launched_on = torch.cuda.ExternalStream(self.batch.stream, device=self.batch.device)
             torch.cuda.current_stream(self.batch.device).wait_stream(launched_on)
         return read_census(self.buffer, self.batch)
 
@@ -182,6 +183,8 @@ def launch(
         compiled = kernel[(programs,)](*given, num_warps=num_warps, **constants)
         if DIRECT_LAUNCHES and device.type == "cuda" and hasattr(compiled, "__getitem__"):
             assert list(kernel.signature.parameters)[len(given) :] == list(constants), "constants out of order"
+            if len(_compiled) >= MOST_COMPILED:  # batches of ever other sizes
+                _compiled.clear()
             _compiled[tuple(key)] = compiled[(programs, 1, 1)]
 
 

@@ -67,7 +67,7 @@ def refuse_closure(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[st
     words = "Closure use is not currently supported if GradScaler is enabled."
     if isinstance(optimizer, LBFGS):
         raise RuntimeError(f"{words} LBFGS needs one: train in FP32 or BF16, with GradScaler(enabled=False).")
-    if "closure" in kwargs or (args and callable(args[0])):
+    if "closure" in kwargs or has_closure(args, kwargs):
         raise RuntimeError(f"{words} Compute the gradients before scaler.step(optimizer).")
 
 
