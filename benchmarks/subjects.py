@@ -1,4 +1,4 @@
-"""The four models of the compare benchmark, each a factory for ``ampwise compare benchmarks.subjects:gpt2``."""
+"""The four models of the compare benchmark, each a factory for ``ampwise bench benchmarks.subjects:gpt2``."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ resumes where it was, and the final weights are the same, bit for bit.
     python examples/guarded.py                          checkpoints in build/guarded; a GPU is used if there is one
     python examples/guarded.py --epochs 200             long enough to be killed
     python examples/guarded.py --precision fp16         or bf16, fp32; "auto" takes what the device has tensor cores for
-    ampwise resume build/guarded --show
+    ampwise checkpoints build/guarded --show
 """
 
 from __future__ import annotations

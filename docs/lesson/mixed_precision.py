@@ -1238,14 +1238,14 @@ assert by_precision["bf16-pure", "adamw8bit"]["peak"] < plain["peak"] / 2
 # ### Time
 #
 # Speed depends on the model and the device, not only on the format. These are complete training
-# steps, measured by `ampwise compare`, from the results in the repository:
+# steps, measured by `ampwise bench`, from the results in the repository:
 
 # %% tags=["hide-input"]
 SUBJECTS = {
-    "compare_relevance_gpu": "small scorer",
-    "compare_resnet50_gpu": "ResNet-50",
-    "compare_gpt2_gpu": "GPT-2 124M",
-    "compare_gpt1300m_gpu": "GPT 1.3B",
+    "precisions_relevance_gpu": "small scorer",
+    "precisions_resnet50_gpu": "ResNet-50",
+    "precisions_gpt2_gpu": "GPT-2 124M",
+    "precisions_gpt1300m_gpu": "GPT 1.3B",
 }
 speed, sources = {}, []
 for name, title in SUBJECTS.items():
@@ -1255,7 +1255,7 @@ for name, title in SUBJECTS.items():
     speed[title] = {row["row"].split(",")[0]: row for row in rows}
 compiled = {
     row["row"]: row
-    for row in results("compare_gpt2_compiled_gpu")[0]
+    for row in results("precisions_gpt2_compiled_gpu")[0]
     if row["row"].endswith("compiled")
 }
 speed["GPT-2 124M,\ncompiled"] = {name.split()[0]: row for name, row in compiled.items()}
@@ -1312,7 +1312,7 @@ assert all(2 < gains["tf32"] < 4 for gains in gain.values())
 # And TF32 alone is two to four times faster than FP32; it is one switch,
 # `torch.set_float32_matmul_precision("high")`, and off by default for matmuls.
 #
-# Your model on your device may differ: `ampwise compare train:make` measures it, and says why if
+# Your model on your device may differ: `ampwise bench train:make` measures it, and says why if
 # little is gained.
 #
 # ## 9. Pitfalls
@@ -2327,7 +2327,7 @@ assert [asked for asked in ill if not ill[asked]] == [
 
 # %% [markdown]
 # What no code can check for you: that you compared the loss with an FP32 run once, over the first few
-# hundred steps, and that `ampwise compare` shows a gain on *your* device.
+# hundred steps, and that `ampwise bench` shows a gain on *your* device.
 #
 # ## 12. Exercises
 #

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from ampwise.tune.align.align import align as align
     from ampwise.tune.align.pad import pad_ as pad_
     from ampwise.tune.align.pad import unpad_ as unpad_
-    from ampwise.tune.compare.compare import compare as compare
-    from ampwise.tune.compare.result import PrecisionComparison as PrecisionComparison
+    from ampwise.tune.bench.bench import bench as bench
+    from ampwise.tune.bench.result import BenchResult as BenchResult
     from ampwise.tune.diff.diff import diff as diff
     from ampwise.tune.diff.result import Difference as Difference
     from ampwise.tune.memory.estimate import memory as memory
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AmpwiseError": "errors",
     "BadInput": "errors",
+    "BenchResult": "tune.bench.result",
     "BlockFormat": "numbers.formats",
     "Capsules": "trace.capsule.saving",
     "Census": "numbers.census.algebra",
@@ -84,7 +85,6 @@ _HOMES = {
     "MissingDependency": "errors",
     "Place": "finding",
     "Policy": "train.precision.policy",
-    "PrecisionComparison": "tune.compare.result",
     "PrecisionUnavailable": "errors",
     "Rule": "finding",
     "Run": "report.notebook",
@@ -96,9 +96,9 @@ _HOMES = {
     "UnsupportedTensor": "errors",
     "advise": "tune.advise.advise",
     "align": "tune.align.align",
+    "bench": "tune.bench.bench",
     "cast": "numbers.formats.cast",
     "census": "numbers.census.measure",
-    "compare": "tune.compare.compare",
     "describe_machine": "hardware",
     "diff": "tune.diff.diff",
     "find_format": "numbers.formats",

@@ -214,7 +214,7 @@ def test_checkpoints(saved, tmp_path, capsys, name):
             raw = data.encode()
             manifest["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
             sealed(folder / "checkpoint.json", folder / "checkpoint.sha256", json.dumps(manifest))
-        runs(what, capsys, "resume", home, *([], ["--show"], ["--verify"], ["--json"])[number % 4])
+        runs(what, capsys, "checkpoints", home, *([], ["--show"], ["--verify"], ["--json"])[number % 4])
         loads(what, resumed, home)
         shutil.rmtree(home)
 

@@ -15,7 +15,7 @@ from .claim import claim
 @pytest.fixture
 def compared(published):
     """Rows of a published comparison, by precision."""
-    return lambda model: {row["row"]: row for row in published(f"compare_{model}_gpu")}
+    return lambda model: {row["row"]: row for row in published(f"precisions_{model}_gpu")}
 
 
 @claim(
@@ -40,7 +40,7 @@ def test_fp16_and_bf16(compared, truth):
     verdict="depends",
     truth="On the model, and on what it is compared with. On one H200, whole steps in BF16 over eager FP32: GPT 1.3 "
     "B 8.8×, GPT-2 124M 6.4× and compiled 9.0×, ResNet-50 4.6×, a small relevance scorer 2.9×. Over TF32, which is "
-    "one line and no mixed precision, GPT-2 124M gains 2.2× and ResNet-50 1.4×. `ampwise compare` measures yours.",
+    "one line and no mixed precision, GPT-2 124M gains 2.2× and ResNet-50 1.4×. `ampwise bench` measures yours.",
 )
 def test_speed_ups(compared, truth):
     titles = {"gpt1300m": "GPT 1.3 B", "gpt2": "GPT-2 124M", "resnet50": "ResNet-50", "relevance": "relevance scorer"}
@@ -69,7 +69,7 @@ def test_steps_that_get_slower(published, notes, truth):
     said = "takes {fp32:.2f} ms in FP32, {bf16:.2f} in BF16 and {fp16:.2f} in FP16".format_map(by_hand)
     assert said in truth
     assert re.search(r"LayerNorm runs at ([\d.]+) of", truth)[1] in re.findall(
-        r"blocks\.#\.ln_1 ([\d.]+[\d])", notes("compare_gpt2_gpu")
+        r"blocks\.#\.ln_1 ([\d.]+[\d])", notes("precisions_gpt2_gpu")
     )
 
 

@@ -109,7 +109,7 @@ def test_h100(truth):
 )
 def test_tf32_switches(cuda, published, truth):
     assert cuda["tf32"] == {"products": False, "convolutions": True}
-    (gain,) = [row["×FP32"] for row in published("compare_gpt2_gpu") if row["row"] == "tf32"]
+    (gain,) = [row["×FP32"] for row in published("precisions_gpt2_gpu") if row["row"] == "tf32"]
     assert f"{gain:.1f}× as fast" in truth
 
 

@@ -78,7 +78,7 @@ def test_the_answer_is_in_the_first_two_lines(capsys):
     ]
     assert "no        AMP701 bf16-without-tensor-cores" in lines
     assert "instead   Use FP16 with a GradScaler on this GPU, and check" in lines
-    assert any(line.startswith("to know   ampwise compare train:make --precisions fp32,fp16,bf16") for line in lines)
+    assert any(line.startswith("to know   ampwise bench train:make --precisions fp32,fp16,bf16") for line in lines)
     assert "          1.0–6.6×" not in lines
     assert (
         "speed-up  1.0–6.6× FP32 [derived: ceiling 8.0× by dense peaks (datasheet); the range is wide because the size"
@@ -151,7 +151,7 @@ def test_json(capsys):
     assert [finding["code"] for finding in data["findings"]] == ["AMP701", "AMP308"]
     evidence = data["findings"][0]["evidence"]
     assert (evidence["answer"], evidence["refuses"]) == ("no", "bf16")
-    assert evidence["to_know"]["command"].startswith("ampwise compare")
+    assert evidence["to_know"]["command"].startswith("ampwise bench")
     compile(data["code"]["torch"], "pasted", "exec")
     assert set(data) == {
         *("precision", "refused", "asked", "why", "loss_scale", "keep_fp32", "tf32", "compile", "speedup"),
@@ -240,7 +240,7 @@ def test_a_subject_is_read_and_what_it_prints_is_kept_apart(capsys, tmp_path, mo
     assert said.err == "made\n"
     assert "routers: router (by the policy)" in said.out
     assert 'policy = ampwise.Policy("bf16").keep("fp32", "router")' in said.out
-    assert "ampwise compare train.py:make" in said.out
+    assert "ampwise bench train.py:make" in said.out
 
 
 # On a terminal

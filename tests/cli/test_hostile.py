@@ -28,15 +28,16 @@ from ..hostile import (
     sources,
 )
 
-MOVES = {"compare", "diff", "memory", "search", "watch"}  # have a bar, or a picture that changes in place
+MOVES = {"bench", "diff", "memory", "search", "watch"}  # have a bar, or a picture that changes in place
 GONE = "gone/gone"
 MACHINE = f"""
 import ampwise.hardware
-from ampwise.hardware import Cpu, Device, Fp32Switches, Machine, TorchFacts
+from ampwise.hardware import Cpu, CudaDevice, Fp32Switches, Machine, TorchInfo
 name = {TEXT!r}
 fp32 = Fp32Switches(matmul_tf32=False, convolution_tf32=True, matmul_precision="highest")
-device = Device(index=0, name=name, capability="9.0", memory_bytes=2**37, bf16_claimed=True, bf16_native=True, gpu=None)
-facts = TorchFacts(version=name, cuda=name, hip=None, devices=(device,), mps=False, fp32=fp32, problem=name)
+device = CudaDevice(index=0, name=name, capability="9.0", memory_bytes=2**37, bf16_claimed=True, bf16_native=True,
+                    gpu=None)
+facts = TorchInfo(version=name, cuda=name, hip=None, devices=(device,), mps=False, fp32=fp32, problem=name)
 machine = Machine(python=name, platform=name, cpu=Cpu(model=name, features=()), driver=name, torch=facts)
 ampwise.hardware.describe_machine = lambda: machine
 """
@@ -151,12 +152,12 @@ def of_records(folder, command):
 def of_resume(folder):
     saved = checkpoints(folder / f"saved{NAME}")
     for options in ([], ["--show"], ["--verify"], ["--json"]):
-        yield given("resume", saved, *options)
+        yield given("checkpoints", saved, *options)
     newest = saved / "step-00000100"
     (newest / MANIFEST).write_text(json.dumps(poisoned(json.loads((newest / MANIFEST).read_text()))))
-    yield given("resume", saved)
-    yield given("resume", saved, "--show")
-    yield given("resume", newest)
+    yield given("checkpoints", saved)
+    yield given("checkpoints", saved, "--show")
+    yield given("checkpoints", newest)
 
 
 def of_a_model(command, *options):
@@ -169,7 +170,7 @@ CASES = {
     "advise": lambda _: of_a_model("advise"),
     "align": lambda _: of_a_model("align", "--gpu", "h200"),
     "check": of_check,
-    "compare": lambda _: of_a_model("compare", "--precisions", "fp32,bf16", "--rounds", "1", "--steps", "1"),
+    "bench": lambda _: of_a_model("bench", "--precisions", "fp32,bf16", "--rounds", "1", "--steps", "1"),
     "diff": lambda _: of_a_model("diff", "--no-floor", "--ops", "--all"),
     "explain": lambda _: [given("explain", "AMP101")],
     "formats": lambda _: [given("formats"), given("formats", "fp16", "mxfp8")],
@@ -178,7 +179,7 @@ CASES = {
     "memory": lambda _: of_a_model("memory", "--no-largest"),
     "replay": of_replay,
     "report": lambda folder: of_records(folder, "report"),
-    "resume": of_resume,
+    "checkpoints": of_resume,
     "run": of_run,
     "search": lambda folder: of_a_model("search", "--batches", "1", "--trials", "2", "-f", "--out", folder / NAME),
     "skill": lambda folder: [given("skill"), given("skill", "--out", folder / NAME)],

@@ -248,8 +248,8 @@ def without_torch(tmp_path_factory):
     """The exit code and the output of each command where torch is not installed, all from one process."""
     words = [
         *("gpu", "advise", "advise train:make --gpu h200"),
-        *("align m:f", "compare m:f", "diff m:f", "memory --params 7B", "replay .", "search m:f"),
-        *("compare m:f --clip x", "memory --batch x", "search m:f --out no/such", "align m:f --gpu x"),
+        *("align m:f", "bench m:f", "diff m:f", "memory --params 7B", "replay .", "search m:f"),
+        *("bench m:f --clip x", "memory --batch x", "search m:f --out no/such", "align m:f --gpu x"),
     ]
     code = (
         "import contextlib, io, json, sys\n"
@@ -290,7 +290,7 @@ def test_what_can_do_without_torch_does(without_torch):
     )
 
 
-@pytest.mark.parametrize("command", ["align", "compare", "diff", "memory", "replay", "search"])
+@pytest.mark.parametrize("command", ["align", "bench", "diff", "memory", "replay", "search"])
 def test_what_needs_torch_says_so(without_torch, command):
     code, _, err = next(found for words, found in without_torch.items() if words.startswith(command))
     assert (code, err) == (2, f"ampwise: error: ampwise {command} needs torch: pip install 'ampwise[torch]'\n")

@@ -121,7 +121,7 @@ def test_links_lead_somewhere():
 
 
 def test_results_that_are_drawn_are_there():
-    names = re.findall(r'"((?:compare|lowbit)_\w+)"', TEXT)
+    names = re.findall(r'"((?:precisions|lowbit)_\w+)"', TEXT)
     assert len(names) >= 5
     assert not [name for name in names if not (ROOT / "benchmarks" / "results" / f"{name}.json").is_file()]
 

@@ -83,7 +83,7 @@ def test_the_table_of_devices_is_what_is_advised():
 
 
 def test_the_table_of_speeds_is_the_benchmarks():
-    names = ("compare_gpt2_gpu", "compare_gpt1300m_gpu", "compare_resnet50_gpu", "compare_relevance_gpu")
+    names = ("precisions_gpt2_gpu", "precisions_gpt1300m_gpu", "precisions_resnet50_gpu", "precisions_relevance_gpu")
     for row, name in zip(rows_of("guides/choose_a_precision.md", "model"), names, strict=True):
         measured = {each["row"]: each["×FP32"] for each in result(name)}
         shown = dict(zip(("tf32", "fp16", "bf16"), row[1:], strict=True))
@@ -91,7 +91,7 @@ def test_the_table_of_speeds_is_the_benchmarks():
 
 
 def test_the_table_of_compared_precisions_is_the_benchmarks():
-    rows, measured = rows_of("compare.md", "| fp32 | tf32 | fp16 | bf16"), result("compare_gpt2_compiled_gpu")
+    rows, measured = rows_of("bench.md", "| fp32 | tf32 | fp16 | bf16"), result("precisions_gpt2_compiled_gpu")
     for at, compiled in ((0, ""), (2, " compiled")):
         found = [
             each for name in ("fp32", "tf32", "fp16", "bf16") for each in measured if each["row"] == name + compiled
@@ -142,7 +142,7 @@ def test_what_is_said_of_torchs_scaler_is_so():
 
 def told():
     """Numbers that a page tells in a sentence: the page, the sentence's piece, with the number of the benchmark."""
-    compiled = {row["row"]: row["×FP32"] for row in result("compare_gpt2_compiled_gpu")}
+    compiled = {row["row"]: row["×FP32"] for row in result("precisions_gpt2_compiled_gpu")}
     yield "guides/choose_a_precision.md", f"from {compiled['bf16']:.2f} to {compiled['bf16 compiled']:.2f} times"
     yield "guides/distributed.md", f"takes {result('ddp_cpu')[0]['ratio']:.2f}x the time of the hand-written loop"
     guard = {row["what"]: row["value"] for row in result("guard_host_gpu")}

@@ -30,8 +30,8 @@ NEEDED = {
     "explain": ["AMP101"],
     "replay": ["capsule"],
     "run": ["train.py"],
-    **{name: ["RUN"] for name in ("report", "watch", "resume")},
-    **{name: ["train:make"] for name in ("align", "compare", "diff", "search")},
+    **{name: ["RUN"] for name in ("report", "watch", "checkpoints")},
+    **{name: ["train:make"] for name in ("align", "bench", "diff", "search")},
 }
 
 

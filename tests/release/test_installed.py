@@ -22,7 +22,7 @@ scaler.update()
 """
 FIXTURES = Path(__file__).parent / "fixtures"
 READ = ["formats", "gpu", "advise --gpu h200", "explain AMP101", "gpu h200 --json", "check --help"]
-NEEDS_TORCH = ["compare", "diff", "search", "align", "memory", "replay"]
+NEEDS_TORCH = ["bench", "diff", "search", "align", "memory", "replay"]
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def test_a_later_checkpoint(old, capsys):
     assert found.trouble == (
         "checkpoint.json has version '99'; this ampwise reads version 3. Use the version of ampwise that wrote it."
     )
-    assert main(["resume", str(old / "checkpoint")]) == 1
+    assert main(["checkpoints", str(old / "checkpoint")]) == 1
     assert "version '99'" in capsys.readouterr().out
 
 

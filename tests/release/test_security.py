@@ -211,5 +211,5 @@ def test_what_executes_your_code_is_said():
     section = POLICY.read_text().partition("## What runs your code")[2].partition("\n## ")[0]
     takes = re.compile(r"module:function|metavar=\"(SCRIPT|MAKER?|FUNCTION|SUBJECT)\"")
     commands = {file[4:-3] for file, text in texts().items() if file.startswith("cli/") and takes.search(text)}
-    assert commands >= {"run", "compare", "replay"}
+    assert commands >= {"run", "bench", "replay"}
     assert [command for command in sorted(commands) if f"`ampwise {command}`" not in section] == []

@@ -72,7 +72,7 @@ RUN_BY: dict[str, tuple[str, ...]] = {
     "check_guard": ("ampwise.Guard",),
     "check_hardware": ("ampwise gpu",),
     "check_matmuls": ("ampwise align",),
-    "check_speed": ("ampwise compare",),
+    "check_speed": ("ampwise bench",),
     "check_difference": ("ampwise diff",),
     "check_choice": ("ampwise advise",),
 }

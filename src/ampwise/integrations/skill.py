@@ -203,7 +203,7 @@ user's code; the others only read, and write only what `--fix`, `-o` or `--out` 
   to zero, so it needs a loss scale. {bf16} has the range of {fp32} and {bf16_bits} bits: no loss scale, and weights
   stay in {fp32} (except with {engine_pure}). {tf32} is for matmuls of {fp32} tensors, and saves no memory.
 - Then the script: {run_check} before it runs, {run_run} while it does, {run_report} after.
-- Then the clock: {run_compare} times whole steps in each precision and says why when little is gained. No number from a
+- Then the clock: {run_bench} times whole steps in each precision and says why when little is gained. No number from a
   datasheet or from another model takes its place ({gain_not_measured}).
 - What must stay in a wide format: {run_diff} shows where two precisions diverge, {run_search} finds the cheapest policy
   within a tolerance, also for formats that this machine does not have.
@@ -211,7 +211,7 @@ user's code; the others only read, and write only what `--fix`, `-o` or `--out` 
 {all_devices}
 
 These have tensor cores for {fp8}: {all_with_fp8}. On NVIDIA's, {engine_fp8} trains in it. That is no reason to use it:
-only large models gain ({fp8_gains_little}), so time it against compiled {bf16} with {run_compare}. Training in block
+only large models gain ({fp8_gains_little}), so time it against compiled {bf16} with {run_bench}. Training in block
 formats is experimental ({format_not_ready}); {engine_emulated} emulates how a model would learn in one, on any device
 including the CPU, but says nothing about speed.
 
@@ -246,7 +246,7 @@ Stop when you are about to:
   current scale, which {run_run} counts ({gradient_underflow});
 - cast a whole model to half to save memory ({pure_bf16_plain_optimizer}, {half_params_with_scaler}): updates get lost
   ({lost_updates}) unless the rounding keeps them, as {engine_pure} does; {run_memory} shows what would shrink;
-- promise a speedup, or halved memory, without {run_compare} or {run_memory};
+- promise a speedup, or halved memory, without {run_bench} or {run_memory};
 - leave accumulation, clipping, the scheduler or several ranks for later ({simplified_step}): each breaks silently;
   {run_check} finds these mistakes;
 - call something fixed because it no longer raises: say which command was run, and what it reported.

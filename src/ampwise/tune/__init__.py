@@ -1,1 +1,1 @@
-"""Choose a precision by measuring: advise, compare, memory, align, diff, search."""
+"""Choose a precision by measuring: advise, bench, memory, align, diff, search."""

@@ -145,7 +145,7 @@ def test_all_that_is_written_is_ours_to_remove(tmp_path):
 
 def test_looking_needs_no_torch():
     code = (
-        "import sys, ampwise.guard.disk.catalog, ampwise.guard.disk.lock, ampwise.cli.resume\n"
+        "import sys, ampwise.guard.disk.catalog, ampwise.guard.disk.lock, ampwise.cli.checkpoints\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,8 +9,8 @@ import pytest
 from ampwise.finding.registry import run_checks
 from ampwise.report.page import GENERATOR_MARK
 from ampwise.report.page.page_file import check_page_path
-from ampwise.tune.compare.page import precisions_page
-from ampwise.tune.compare.speeds import (
+from ampwise.tune.bench.page import precisions_page
+from ampwise.tune.bench.speeds import (
     GpuClocks,
     LayerTime,
     LossCheck,
@@ -65,7 +65,7 @@ def speeds():
     ]
     return SpeedComparison(
         subject="benchmarks.subjects:gpt2",
-        command="ampwise compare benchmarks.subjects:gpt2",
+        command="ampwise bench benchmarks.subjects:gpt2",
         device="cuda",
         device_name="NVIDIA H200",
         rows=(
@@ -140,7 +140,7 @@ def test_it_shows_bars_numbers_layers_and_reasons(speeds):
         "AMP521",
         "GPU clock as low as 1755 MHz, 1980 MHz at most, throttled by its power limit.",
         "datasheet, dense",
-        "ampwise compare benchmarks.subjects:gpt2 --precisions bf16",
+        "ampwise bench benchmarks.subjects:gpt2 --precisions bf16",
     ):
         assert words in tags.words, words
 
@@ -169,7 +169,7 @@ def test_names_of_the_users_are_never_markup(speeds):
     hostile = replace(
         speeds,
         subject=EVIL,
-        command=shlex.join(["ampwise", "compare", EVIL]),
+        command=shlex.join(["ampwise", "bench", EVIL]),
         device_name=EVIL,
         layers=(layer,),
         kept=(EVIL,),

@@ -20,7 +20,7 @@ from ampwise.rules.amp5xx_speed import (
     too_noisy,
 )
 from ampwise.rules.amp7xx_choice import tf32_disabled_on_device
-from ampwise.tune.compare.speeds import GpuClocks, LossCheck, PrecisionRow, SpeedComparison, TimeSplit, TimeSpread
+from ampwise.tune.bench.speeds import GpuClocks, LossCheck, PrecisionRow, SpeedComparison, TimeSplit, TimeSpread
 from ampwise.watch.time_use import ProfiledMatmul
 
 OK = LossCheck(loss=2.0, reference=2.0, tolerance=0.1)
@@ -43,7 +43,7 @@ def split(busy=0.0095, launches=200, on_device=True, **seconds):
 def speeds(*rows, **parts):
     usual = {
         "subject": "train:make",
-        "command": "ampwise compare train:make",
+        "command": "ampwise bench train:make",
         "device": "cuda",
         "device_name": "NVIDIA H200",
         "noise": 0.01,
@@ -96,7 +96,7 @@ def test_clean_evidence_is_met_with_silence(made):
 def test_small_kernels_are_found():
     finding = only(step_too_small, speeds(row(split=split(busy=0.004, launches=1000))))
     assert finding.message == "bf16: a step is 1,000 kernels of 4.0 µs each, no longer than a launch"
-    assert finding.evidence["experiment"] == "ampwise compare train:make --batch 64"
+    assert finding.evidence["experiment"] == "ampwise bench train:make --batch 64"
     on_cpu = speeds(row(split=split(busy=0.004, launches=1000, on_device=False)), device="cpu")
     assert "1,000 operators of 4.0 µs" in only(step_too_small, on_cpu).message
     assert not list(step_too_small.check_speed(speeds(row(split=split(busy=0.02, launches=1000)))))
@@ -106,7 +106,7 @@ def test_a_gpu_that_waits_is_found():
     waiting = row(ratio=1.2, split=split(busy=0.005))
     finding = only(launch_bound, speeds(waiting))
     assert finding.message == "bf16: the GPU is idle for 50% of a step"
-    assert finding.evidence["experiment"] == "ampwise compare train:make --compile"
+    assert finding.evidence["experiment"] == "ampwise bench train:make --compile"
     both = speeds(waiting, row(ratio=4.0, compiled=True))
     assert only(launch_bound, both).message.endswith("; compiled, it is 4.00× as fast as eager fp32")
 
@@ -122,7 +122,7 @@ def test_time_that_goes_into_moving_bytes_is_found():
         "bf16: 79% of the time is limited by memory bandwidth, most of it norms and elementwise (53%) and clip and "
         "optimizer (21%)"
     )
-    assert finding.evidence["experiment"] == "ampwise compare train:make --compile"
+    assert finding.evidence["experiment"] == "ampwise bench train:make --compile"
     by_optimizer = row(split=split(matrix=0.002, elementwise=0.001, optimizer=0.006))
     assert only(memory_bound, speeds(by_optimizer)).evidence["experiment"].endswith("--batch 64")
 
@@ -157,7 +157,7 @@ def test_misaligned_products_are_found():
         "bf16: 23% of the matmul work has a row length that is not a multiple of 8: mm 4096×768 @ 768×50257"
     )
     assert finding.evidence["experiment"] == "ampwise align train:make"
-    asked = speeds(row(products=(product(), odd)), command="ampwise compare train:make --batch 8 --compile --rounds 2")
+    asked = speeds(row(products=(product(), odd)), command="ampwise bench train:make --batch 8 --compile --rounds 2")
     assert only(misaligned_dims, asked).evidence["experiment"] == "ampwise align train:make --batch 8"
     assert not list(misaligned_dims.check_speed(speeds(row(products=(product(), odd)), device="cpu")))
 
@@ -251,7 +251,7 @@ def test_a_noisy_machine_is_reported():
     assert finding.message == (
         "two runs of the same precision differ by 36% in 5 rounds: smaller differences are indistinguishable from noise"
     )
-    assert finding.evidence["experiment"] == "ampwise compare train:make --rounds 20"
+    assert finding.evidence["experiment"] == "ampwise bench train:make --rounds 20"
     assert not list(too_noisy.check_speed(speeds(noise=None)))
 
 

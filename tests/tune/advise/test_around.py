@@ -62,10 +62,10 @@ def test_compile(told, yes, why):
             "A device with BF16 tensor cores (NVIDIA since Ampere, 8.0): BF16, without a loss scale.",
         ),
         ({"gpu": "a100-40"}, "Results worse than in FP32: FP16 has three more bits, and a GradScaler."),
-        ({"gpu": "a100-40"}, "`ampwise compare train:make` below 1.1: stay in TF32."),
+        ({"gpu": "a100-40"}, "`ampwise bench train:make` below 1.1: stay in TF32."),
         (
             {"gpu": "a100-40", "params": "1M"},
-            "`ampwise compare train:make` above 1.1, or activations that do not fit: BF16.",
+            "`ampwise bench train:make` above 1.1, or activations that do not fit: BF16.",
         ),
         ({"gpu": "h200", "params": "7B"}, "FP8 measured faster than compiled BF16 on this model: FP8."),
         ({"gpu": "p100-sxm2"}, "A device with 16-bit tensor cores: name it with --gpu."),
@@ -79,7 +79,7 @@ def test_what_would_change_it(told, change):
 def test_what_would_not():
     changes = " ".join(advise(gpu="h200", params="124M", arch="transformer", measured=3.0).changes)
     assert "FP8" not in changes
-    assert "compare" not in changes
+    assert "bench" not in changes
     assert "--params" not in changes
     assert "FP16 has three more bits" not in " ".join(advise(gpu="tpu-v4").changes)
     assert "FP8" not in " ".join(advise(gpu="gaudi2", params="7B").changes)  # where FP8 is a prototype, and gets a no
@@ -156,8 +156,8 @@ def test_a_scaler_is_right_where_fp16_is_what_was_decided():
 
 def test_steps_are_about_the_precision_that_was_decided():
     assert 'Policy("fp16")' in advise(**REFUSED, symptom="nan").triage[-1].tells
-    assert advise(**REFUSED, symptom="slow").triage[0].command == "ampwise compare train:make --precisions fp32,fp16"
-    assert advise(**REFUSED, symptom="spikes").triage[1].command == "ampwise compare train:make --precisions fp32,fp16"
+    assert advise(**REFUSED, symptom="slow").triage[0].command == "ampwise bench train:make --precisions fp32,fp16"
+    assert advise(**REFUSED, symptom="spikes").triage[1].command == "ampwise bench train:make --precisions fp32,fp16"
     assert "Policy" not in advise(gpu="p100-sxm2", want="bf16", symptom="nan").triage[-1].tells
 
 

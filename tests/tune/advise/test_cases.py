@@ -93,7 +93,7 @@ UNDER_PRESSURE = [
             r"including_emulation=False",
             r"GradScaler",
             r"newer is not better",
-            r"compare train:make --precisions fp32,fp16,bf16",
+            r"bench train:make --precisions fp32,fp16,bf16",
         ),
     ),
     case(
@@ -704,7 +704,7 @@ SEEN = [
         gpu=A100,
         symptom="slow",
         says=(
-            r"1\. ampwise compare train:make --precisions fp32,bf16",
+            r"1\. ampwise bench train:make --precisions fp32,bf16",
             r"AMP504",
             r"ampwise align train:make",
             r"below 1\.1\s+stay",

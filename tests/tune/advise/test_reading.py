@@ -169,7 +169,7 @@ def test_a_function_by_name_is_what_commands_are_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     advice = advise("train.py:make", gpu="h200", symptom="slow")
     assert advice.choice.model.name == "train.py:make"
-    assert advice.triage[0].command == "ampwise compare train.py:make"  # too small for 16 bits: all are compared
+    assert advice.triage[0].command == "ampwise bench train.py:make"  # too small for 16 bits: all are compared
     assert advise("train.py:make", gpu="h200", arch="cnn").choice.model.kind == "cnn"
 
 

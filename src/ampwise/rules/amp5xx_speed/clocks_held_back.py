@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.tune.compare.speeds import SpeedComparison
+    from ampwise.tune.bench.speeds import SpeedComparison
 
 RULE = Rule(
     code="AMP522",
@@ -17,8 +17,8 @@ RULE = Rule(
         "more, so the ratios are too small. The power limit is normal for large matmuls and only noted."
     ),
     fix="Check its cooling and what else runs on it, then measure again; `nvidia-smi -q -d PERFORMANCE` shows details.",
-    bad="$ ampwise compare train:make  # while another job uses the same GPU",
-    good="$ CUDA_VISIBLE_DEVICES=1 ampwise compare train:make",
+    bad="$ ampwise bench train:make  # while another job uses the same GPU",
+    good="$ CUDA_VISIBLE_DEVICES=1 ampwise bench train:make",
 )
 
 ORDINARY = "its power limit"

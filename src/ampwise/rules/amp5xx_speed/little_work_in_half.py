@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.tune.compare.speeds import SpeedComparison
+    from ampwise.tune.bench.speeds import SpeedComparison
     from ampwise.watch.time_use import ProfiledMatmul, TimeUse
 
 RULE = Rule(

@@ -11,7 +11,7 @@ from ampwise.rules.amp5xx_speed.misaligned_layers import misaligned_layers
 if TYPE_CHECKING:
     from ampwise.check.source.project import SourceFile
     from ampwise.tune.align.matmuls import StepMatmuls
-    from ampwise.tune.compare.speeds import SpeedComparison
+    from ampwise.tune.bench.speeds import SpeedComparison
     from ampwise.watch.time_use import ProfiledMatmul, TimeUse
 
 RULE = Rule(

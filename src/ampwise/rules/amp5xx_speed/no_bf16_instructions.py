@@ -3,10 +3,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ampwise.finding import Findings, Place, Rule, Severity
-from ampwise.tune.compare.verdict import OPTIONAL, SpeedVerdict, ratio_text
+from ampwise.tune.bench.verdict import OPTIONAL, SpeedVerdict, ratio_text
 
 if TYPE_CHECKING:
-    from ampwise.tune.compare.speeds import SpeedComparison
+    from ampwise.tune.bench.speeds import SpeedComparison
 
 RULE = Rule(
     code="AMP519",

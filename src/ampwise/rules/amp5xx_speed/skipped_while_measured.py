@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ampwise.finding import Findings, Place, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.tune.compare.speeds import SpeedComparison
+    from ampwise.tune.bench.speeds import SpeedComparison
 
 RULE = Rule(
     code="AMP521",

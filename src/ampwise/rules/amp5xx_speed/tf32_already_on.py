@@ -3,10 +3,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ampwise.finding import Findings, Place, Rule, Severity
-from ampwise.tune.compare.verdict import ratio_text
+from ampwise.tune.bench.verdict import ratio_text
 
 if TYPE_CHECKING:
-    from ampwise.tune.compare.speeds import SpeedComparison
+    from ampwise.tune.bench.speeds import SpeedComparison
 
 RULE = Rule(
     code="AMP518",
@@ -19,8 +19,8 @@ RULE = Rule(
         "tf32 row. For convolutions TF32 is on by default."
     ),
     fix="Compare with the tf32 row, which is how the script runs today.",
-    bad="$ ampwise compare train:make --precisions fp32,bf16",
-    good="$ ampwise compare train:make --precisions fp32,tf32,bf16",
+    bad="$ ampwise bench train:make --precisions fp32,bf16",
+    good="$ ampwise bench train:make --precisions fp32,tf32,bf16",
 )
 
 

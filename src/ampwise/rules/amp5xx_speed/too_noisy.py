@@ -3,10 +3,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ampwise.finding import Findings, Place, Rule, Severity
-from ampwise.tune.compare.verdict import is_noisy
+from ampwise.tune.bench.verdict import is_noisy
 
 if TYPE_CHECKING:
-    from ampwise.tune.compare.speeds import SpeedComparison
+    from ampwise.tune.bench.speeds import SpeedComparison
 
 RULE = Rule(
     code="AMP523",
@@ -18,8 +18,8 @@ RULE = Rule(
         "precisions means nothing if two runs of the same precision differ as much."
     ),
     fix="Stop other programs on the machine, use more rounds, or use a larger batch, whose step takes longer.",
-    bad="$ ampwise compare train:make --rounds 2",
-    good="$ ampwise compare train:make --rounds 30",
+    bad="$ ampwise bench train:make --rounds 2",
+    good="$ ampwise bench train:make --rounds 30",
 )
 
 

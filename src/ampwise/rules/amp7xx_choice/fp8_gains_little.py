@@ -39,7 +39,7 @@ def check_choice(choice: PrecisionChoice) -> Findings:
             "BF16": "none of these",
         },
         "show": (
-            f"ampwise compare {choice.subject} --precisions bf16,fp8 --compile",
+            f"ampwise bench {choice.subject} --precisions bf16,fp8 --compile",
             "FP8 against BF16, both compiled",
         ),
     }

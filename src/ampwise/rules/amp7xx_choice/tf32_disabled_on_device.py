@@ -3,11 +3,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ampwise.finding import Findings, Place, Rule, Severity
-from ampwise.tune.compare.verdict import OPTIONAL, ratio_text
+from ampwise.tune.bench.verdict import OPTIONAL, ratio_text
 
 if TYPE_CHECKING:
     from ampwise.hardware.machine import MachineRequirements
-    from ampwise.tune.compare.speeds import SpeedComparison
+    from ampwise.tune.bench.speeds import SpeedComparison
 
 RULE = Rule(
     code="AMP703",

@@ -13,7 +13,7 @@ from ampwise.hardware.target import Target
 from ampwise.tune.advise.claims import HALVES, IDEAS
 from ampwise.tune.advise.model import KINDS, ModelFacts
 from ampwise.tune.advise.symptoms import SYMPTOMS
-from ampwise.tune.compare.verdict import SpeedVerdict, verdict_of
+from ampwise.tune.bench.verdict import SpeedVerdict, verdict_of
 
 __all__ = ["MEASURED", "ExpectedGain", "LossScaling", "PrecisionChoice", "parse_scaling"]
 

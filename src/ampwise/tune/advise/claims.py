@@ -26,7 +26,7 @@ Condition = Callable[["PrecisionChoice"], object]
 
 HALVES = ("fp16", "bf16")
 CHECK, RUN = "ampwise check train.py", "ampwise run train.py"
-COMPARE = "ampwise compare {choice.subject}"
+COMPARE = "ampwise bench {choice.subject}"
 DIGITS = {
     "16-bit": "2 or 3 decimal digits",
     "TF32": "3 decimal digits in matmuls",
@@ -372,7 +372,7 @@ CLAIMS: tuple[Claim, ...] = (
         fact=_assumed_gain,
         costs={"assuming": "code to maintain, for a speedup that may not exist", "measuring": "five minutes"},
         show=(
-            lambda choice: f"ampwise compare {choice.subject} --precisions fp32,{choice.half or 'bf16'}",
+            lambda choice: f"ampwise bench {choice.subject} --precisions fp32,{choice.half or 'bf16'}",
             "the speedup, and the reason when it is low",
         ),
     ),

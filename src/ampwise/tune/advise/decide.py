@@ -13,7 +13,7 @@ from ampwise.tune.advise.claims import HALVES, IDEAS, objections
 from ampwise.tune.advise.kept import kept_in_fp32
 from ampwise.tune.advise.snippets import snippets
 from ampwise.tune.advise.symptoms import triage
-from ampwise.tune.compare.verdict import DEFINITELY, OPTIONAL, USE, SpeedVerdict, verdict_of
+from ampwise.tune.bench.verdict import DEFINITELY, OPTIONAL, USE, SpeedVerdict, verdict_of
 
 __all__ = ["decide"]
 
@@ -189,7 +189,7 @@ def _compile(choice: PrecisionChoice, precision: str) -> Compile:
             "eager does not (pytorch#153044, #177287)",
         )
     if target.kind == "cpu":
-        return Compile(None, "on a CPU it depends on the model: measure it, ampwise compare --compile")
+        return Compile(None, "on a CPU it depends on the model: measure it, ampwise bench --compile")
     if choice.model.small:
         return Compile(True, "a small model is bound by kernel launches; or use Engine(graph=True)")
     again = MEASURED_COMPILED / MEASURED["bf16"]
@@ -203,7 +203,7 @@ def _speedup_why(choice: PrecisionChoice, precision: str, gain: ExpectedGain | N
     if gain is None and not choice.target.known:
         return "unknown, as the device is unknown"
     if gain is None:
-        return f"no range: the peaks of {choice.target.name} are unknown; measure it: ampwise compare {choice.subject}"
+        return f"no range: the peaks of {choice.target.name} are unknown; measure it: ampwise bench {choice.subject}"
     if gain.measured:
         ceiling = f"ceiling {gain.ceiling:.0f}× (datasheet)"
         return f"measured on one H200 at 1.3 B and at width 4096, torchao, compiled; {ceiling}"
@@ -224,13 +224,13 @@ def _changes(choice: PrecisionChoice, precision: str) -> Iterator[str]:
     if precision == "bf16" and target.has("fp16"):
         yield "Results worse than in FP32: FP16 has three more bits, and a GradScaler."
     if precision in HALVES and choice.measured is None:
-        yield f"`ampwise compare {choice.subject}` below 1.1: stay in {target.wide.upper()}."
+        yield f"`ampwise bench {choice.subject}` below 1.1: stay in {target.wide.upper()}."
     if precision in ("fp32", "tf32") and not choice.exact:  # what would make it 16 bits
         if target.half is None and target.known:
             yield "A device with 16-bit tensor cores: name it with --gpu."
         elif choice.half is not None:
             half = choice.half.upper()
-            yield f"`ampwise compare {choice.subject}` above 1.1, or activations that do not fit: {half}."
+            yield f"`ampwise bench {choice.subject}` above 1.1, or activations that do not fit: {half}."
         elif choice.stays_wide:
             yield "Activations that do not fit: 16 bits, only to save memory."
     if precision == "bf16" and target.kind == "cuda" and target.has("fp8") and (model.parameters or 0) >= WORTH_FP8:

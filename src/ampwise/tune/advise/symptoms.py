@@ -12,7 +12,7 @@ __all__ = ["SYMPTOMS", "TriageStep", "triage"]
 CHECK, RUN = "ampwise check train.py", "ampwise run train.py"
 CAPSULE = "ampwise run --capsule capsules train.py"
 REPLAY = "ampwise replay capsules/step-000012 --build train.py:make --precision fp32"
-COMPARE = "ampwise compare {choice.subject}{precisions}"
+COMPARE = "ampwise bench {choice.subject}{precisions}"
 
 SYMPTOMS: dict[str, str] = {
     "nan": "the loss is NaN or inf",

@@ -23,7 +23,7 @@ from ampwise.tune.align.matmul_recorder import MatmulRecorder
 from ampwise.tune.align.matmuls import MatmulSize, PaddingTiming, StepMatmul, StepMatmuls, multiple_for
 from ampwise.tune.align.padding_plan import plan_padding
 from ampwise.tune.align.result import Alignment
-from ampwise.tune.compare.clocks import Clock, clock_for
+from ampwise.tune.bench.clocks import Clock, clock_for
 from ampwise.tune.memory.fake_tensors import without_memory
 from ampwise.tune.train_case import CaseFactory, TrainCase, make_factory
 

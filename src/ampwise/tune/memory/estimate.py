@@ -62,7 +62,7 @@ def memory(
 ) -> MemoryEstimate:
     """Predict the memory of a whole CUDA training step. Nothing is allocated, and no GPU is needed.
 
-    ``what`` returns a model, a batch and the loss, as for ``ampwise.compare``: a function, or ``"train:make"``. Without
+    ``what`` returns a model, a batch and the loss, as for ``ampwise.bench``: a function, or ``"train:make"``. Without
     it, the model is a decoder transformer, by its sizes: ``params="7B"``, or ``layers``, ``hidden``, ``heads``,
     ``kv_heads``, ``ffn``, ``vocab`` and ``seq``; sizes not given get typical values.
 

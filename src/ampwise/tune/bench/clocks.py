@@ -1,0 +1,102 @@
+"""Clocks: a stopwatch for work on a device, and the GPU's own clock while it works."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ampwise.tune.bench.speeds import GpuClocks
+
+__all__ = ["Clock", "ClockWatch", "clock_for"]
+
+Clock = Callable[[Callable[[], object], int], float]  # runs work several times, returns seconds per call; syncs
+
+# NVML's bits for why a clock is below its maximum; others, such as "idle", say nothing about load.
+REASONS = {
+    0x04: "its power limit",
+    0x08: "a slowdown in hardware",
+    0x20: "its temperature",
+    0x40: "its temperature, in hardware",
+    0x80: "a power brake",
+}
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Return the clock that measures this device: by its events where it has them, else by the host's clock."""
+
+    def by_events(work: Callable[[], object], times: int) -> float:
+        """Time between two events in the device's own queue: host work after the last launch does not count."""
+        torch.cuda.synchronize(device)
+        stream = torch.cuda.current_stream(device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        for _ in range(times):
+            work()
+        end.record(stream)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / times
+
+    def on_host(work: Callable[[], object], times: int) -> float:
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(times):
+            work()
+        synchronize()
+        return (time.perf_counter() - begin) / times
+
+    backend: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
+    synchronize: Callable[[], object] = getattr(backend, "synchronize", lambda: None)
+    return by_events if device.type == "cuda" else on_host
+
+
+class ClockWatch:
+    """Samples the GPU's clock through nvidia-ml-py. Without that, it does nothing and has no result."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seen: list[int] = []
+        self._reasons = 0
+        self._nvml: Any = None
+        self._handle: Any = None
+        if device.type == "cuda":
+            with contextlib.suppress(Exception):  # a missing package, an old driver, a device without names
+                self._nvml, self._handle = _opened(device)
+
+    def look(self) -> None:
+        """Take a sample."""
+        if self._handle is None:
+            return
+        with contextlib.suppress(Exception):
+            self._seen.append(int(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM)))
+            self._reasons |= int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle))
+
+    def seen(self) -> GpuClocks | None:
+        """Return the clocks from the first sample to the last; None without samples."""
+        if len(self._seen) < 2:
+            return None
+        try:
+            top = int(self._nvml.nvmlDeviceGetMaxClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
+        except Exception:  # some devices do not report it
+            return None
+        return GpuClocks(
+            before=self._seen[0],
+            after=self._seen[-1],
+            lowest=min(self._seen[1:]),  # the GPU was idle at the first
+            top=top,
+            held_back_by=tuple(words for bit, words in REASONS.items() if self._reasons & bit),
+        )
+
+
+def _opened(device: torch.device) -> tuple[Any, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a package of the same name warns that it is the wrong one
+        nvml = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    # By UUID: the driver numbers devices differently from CUDA_VISIBLE_DEVICES.
+    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return nvml, nvml.nvmlDeviceGetHandleByUUID(name.encode())
