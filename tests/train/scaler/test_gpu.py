@@ -43,7 +43,7 @@ def one_step(model, optimizer, scaler, *, clip=1.0, bad=False, seed=0):
 @pytest.mark.parametrize("scale", [None, 65536.0, 1000.0])
 def test_the_kernel_judges_as_defined(max_norm, bad, scale):
     from ampwise.numbers.census.launch import launch_census
-    from ampwise.train.scaler.kernel import launch_decision, launch_totals
+    from ampwise.train.scaler.kernel import launch_check, launch_totals
 
     torch.manual_seed(0)
     gradients = [torch.randn(n, device="cuda") for n in (7, 40_000, 1_000_003)]
@@ -53,8 +53,13 @@ def test_the_kernel_judges_as_defined(max_norm, bad, scale):
     counted = launch_census(gradients, there)
     totals = launch_totals(counted, None)
     assert totals[0].item() == pytest.approx(sum(census.sum_squares for census in counted.fetch()), rel=1e-12)
-    found, right = launch_decision(counted, there, max_norm).numbers, decide_step(totals, there, max_norm).numbers
-    torch.testing.assert_close(found, right, rtol=1e-6, atol=0, equal_nan=True)
+    right = decide_step(totals, there, max_norm).numbers
+    for to_host in (False, True):
+        again, found = launch_check(gradients, there, max_norm, to_host=to_host)
+        torch.testing.assert_close(found.numbers, right, rtol=1e-6, atol=0, equal_nan=True)
+        assert again.fetch() == counted.fetch()
+        assert (found.on_host is not None) == to_host
+    torch.testing.assert_close(found.on_host, found.numbers.cpu(), rtol=0, atol=0, equal_nan=True)
     weighted = launch_totals(counted, (0.5, 0.25, 1.0))
     parts = [census.sum_squares for census in counted.fetch()]
     assert weighted[0].item() == pytest.approx(0.5 * parts[0] + 0.25 * parts[1] + parts[2], rel=1e-12)
@@ -67,13 +72,14 @@ def test_the_kernel_moves_the_scale_as_defined(move):
     limits = ScaleLimits(growth=1.7, backoff=0.3, interval=3, floor=0.5, ceiling=300.0, hysteresis=2)
     generator = torch.Generator().manual_seed(0)
     state = [torch.tensor(64.0, device="cuda"), torch.tensor(0, dtype=torch.int32, device="cuda"), new_counters("cuda")]
-    mirror = [tensor.clone() for tensor in state]
+    mirror = [tensor.cpu() for tensor in state]
     for _ in range(200):
         found = (torch.rand(3, generator=generator) < 0.2).float()
-        outcomes = torch.stack([torch.rand(3, generator=generator), found], dim=1).cuda()
-        facts = launch_update_scale_(*state, outcomes, 2, limits, move=move)
+        outcomes = torch.stack([torch.rand(3, generator=generator), found], dim=1)
+        facts = launch_update_scale_(*state, outcomes.cuda(), 2, limits, move=move)
+        torch.cuda.synchronize()  # the facts are in pinned memory
         assert torch.equal(facts, update_scale_(*mirror, outcomes, 2, limits, move=move))
-        assert all(torch.equal(one, other) for one, other in zip(state, mirror, strict=True))
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(state, mirror, strict=True))
 
 
 def test_a_step_waits_for_nothing_and_its_facts_are_right_when_asked_for():

@@ -15,8 +15,8 @@ from ampwise.numbers.census.launch import launch_census
 from ampwise.train.scaler import kernel
 from ampwise.train.scaler.grad_stats import GpuStats, decide_step
 from ampwise.train.scaler.kernel import (
+    launch_check,
     launch_decision,
-    launch_decision_from_totals,
     launch_totals,
     launch_update_scale_,
 )
@@ -80,7 +80,7 @@ def test_more_tensors_and_chunks_than_one_block_are_all_added_up(monkeypatch):
     weights = tuple(1.0 + index % 2 for index in range(len(tensors)))
     found = launch_census(tensors)
     assert launch_totals(found, None).tolist() == [4.0 * 27, 2.0, 1.0]
-    assert launch_decision(found, None, 1.0).numbers[1].item() == 1.0
+    assert launch_check(tensors, None, 1.0)[1].numbers[1].item() == 1.0
     finite = sum(weight for tensor, weight in zip(tensors, weights, strict=True) if tensor.isfinite())
     assert launch_totals(found, weights).tolist() == [4.0 * finite, 2.0, 1.0]
 
@@ -92,7 +92,7 @@ def test_more_tensors_and_chunks_than_one_block_are_all_added_up(monkeypatch):
 def test_the_kernel_judges_as_defined(scale, max_norm, bad):
     there = None if scale is None else torch.tensor(scale)
     right = decide_step(launch_totals(counted(scale, bad), None), there, max_norm)
-    found = launch_decision(counted(scale, bad), there, max_norm)
+    _, found = launch_check(gradients(bad), there, max_norm)
     # A number passed to a kernel is FP32, which costs ``max_norm`` a rounding.
     torch.testing.assert_close(found.numbers, right.numbers, rtol=2e-7, atol=0, equal_nan=True)
     assert found.found_inf.item() == right.found_inf.item()
@@ -107,7 +107,7 @@ def test_the_kernel_judges_as_defined(scale, max_norm, bad):
 @pytest.mark.parametrize("scale", [None, 1000.0])
 def test_totals_that_ranks_agreed_on_are_judged_as_defined(scale, max_norm, totals):
     there, agreed = None if scale is None else torch.tensor(scale), torch.tensor(totals, dtype=torch.float64)
-    found, right = launch_decision_from_totals(agreed, there, max_norm), decide_step(agreed, there, max_norm)
+    found, right = launch_decision(agreed, there, max_norm), decide_step(agreed, there, max_norm)
     torch.testing.assert_close(found.numbers, right.numbers, rtol=2e-7, atol=0, equal_nan=True)
     assert found.found_inf.item() == right.found_inf.item()
 
@@ -120,12 +120,12 @@ def test_squares_beyond_fp64_are_judged_as_defined():
         (None, 1.0),
         (None, math.inf),
     ):
-        found, right = launch_decision_from_totals(agreed, scale, max_norm), decide_step(agreed, scale, max_norm)
+        found, right = launch_decision(agreed, scale, max_norm), decide_step(agreed, scale, max_norm)
         assert torch.equal(found.numbers, right.numbers)
 
 
 def test_an_empty_batch_has_norm_zero():
-    assert launch_decision(launch_census([torch.zeros(0)]), None, 1.0).numbers.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert launch_check([torch.zeros(0)], None, 1.0)[1].numbers.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("unscale", [True, False])

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK", "CHUNK", "WARPS", "census_kernel"]
+__all__ = ["BLOCK", "CHUNK", "SLOW_BLOCK", "WARPS", "census_kernel", "count_program"]
 
 BLOCK = 1024  # values at a time: two 16-byte loads of FP32 for each thread, one of BF16
 SLOW_BLOCK = 256  # smaller, as the slow count needs more registers per value, which limit occupancy
@@ -86,20 +86,16 @@ def _cleared_counters(scalar):
 
 @triton.jit
 def _wide_bits(values):
-    if values.dtype == tl.int16:  # BF16: the upper half of an FP32
-        bits = values.to(tl.int32) << 16
-    else:
-        bits = values.to(tl.float32).to(tl.int32, bitcast=True)
-    return bits
+    return values.to(tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _narrow(wide, DTYPE: tl.constexpr):
-    if tl.int16 == DTYPE:  # BF16, rounded to nearest even on its bits: Triton's interpreter would truncate
+    if tl.bfloat16 == DTYPE:  # rounded to nearest even on its bits: Triton's interpreter would truncate
         bits = wide.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         quiet_nan = (bits >> 16) | 0x40
-        narrow = tl.where((bits & _MASK) > _INFINITY, quiet_nan, rounded).to(tl.int16)
+        narrow = tl.where((bits & _MASK) > _INFINITY, quiet_nan, rounded).to(tl.int16).to(DTYPE, bitcast=True)
     else:
         narrow = wide.to(DTYPE)
     return narrow
@@ -158,7 +154,7 @@ def _count(
         mine = shared + _warp(offsets) * (_FIELDS * 4)
     full = n // BLOCK * BLOCK
     # Only the last block needs a mask: with one, loads cannot be 16 bytes wide.
-    for start in tl.range(0, full, BLOCK, loop_unroll_factor=2):
+    for start in tl.range(0, full, BLOCK, loop_unroll_factor=8):
         squares, largest, smallest, counts = _add_block(
             pointer, start + offsets, n, factor, squares, largest, smallest, counts, mine, False, SCALED, WRITE, PTX
         )
@@ -259,13 +255,13 @@ def _count_chunk(
 
 
 @triton.jit
-def census_kernel(
+def count_program(
     addresses, sizes, kinds, first_chunks, owners, table, sums, scale,
     ROW: tl.constexpr, HAS_FP32: tl.constexpr, HAS_BF16: tl.constexpr, HAS_FP16: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, SLOW_BLOCK: tl.constexpr,
     SCALED: tl.constexpr, WRITE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add each chunk's counts to its tensor's row of ``table`` (cleared before), and its sum of squares to ``sums``.
+    """Add this program's chunk to its tensor's row of ``table`` (cleared before), and its sum of squares to ``sums``.
 
     SCALED: values are divided by ``scale`` first. WRITE: the divided values are also written to memory.
     """
@@ -288,10 +284,10 @@ def census_kernel(
                 address, start, n, factor, shared, row, sums + chunk, tl.float32,
                 BLOCK, SLOW_BLOCK, SCALED, WRITE, PTX,
             )  # fmt: skip
-    if HAS_BF16:  # read as the upper half of an FP32, which needs no conversion
+    if HAS_BF16:
         if kind == 1:
             _count_chunk(
-                address, start, n, factor, shared, row, sums + chunk, tl.int16,
+                address, start, n, factor, shared, row, sums + chunk, tl.bfloat16,
                 BLOCK, SLOW_BLOCK, SCALED, WRITE, PTX,
             )  # fmt: skip
     if HAS_FP16:
@@ -300,3 +296,17 @@ def census_kernel(
                 address, start, n, factor, shared, row, sums + chunk, tl.float16,
                 BLOCK, SLOW_BLOCK, SCALED, WRITE, PTX,
             )  # fmt: skip
+
+
+@triton.jit
+def census_kernel(
+    addresses, sizes, kinds, first_chunks, owners, table, sums, scale, cells,
+    ROW: tl.constexpr, HAS_FP32: tl.constexpr, HAS_BF16: tl.constexpr, HAS_FP16: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, SLOW_BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, WRITE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Count all chunks. ``sums`` is ``table`` as FP64, with the chunks' sums of squares after its ``cells``."""
+    count_program(
+        addresses, sizes, kinds, first_chunks, owners, table, sums + cells, scale,
+        ROW, HAS_FP32, HAS_BF16, HAS_FP16, CHUNK, BLOCK, SLOW_BLOCK, SCALED, WRITE, PTX,
+    )  # fmt: skip

@@ -26,6 +26,7 @@ __all__ = [
     "PendingCensus",
     "TensorBatch",
     "address_table",
+    "census_arguments",
     "count_into_",
     "launch",
     "launch_census",
@@ -101,6 +102,11 @@ class TensorBatch:
         if not captured and not self.copied:
             _last_batches[place] = (key, self.addresses, self.plan)
 
+    def write_back(self, tensors: Sequence[Tensor]) -> None:
+        """Copy what was written to copies of unaligned tensors."""
+        for index in self.copied:
+            tensors[index].copy_(self.kept[index])
+
 
 _last_batches: dict[tuple[torch.device, int | None], tuple[object, Tensor, ChunkPlan]] = {}  # by device and stream
 
@@ -108,10 +114,10 @@ _last_batches: dict[tuple[torch.device, int | None], tuple[object, Tensor, Chunk
 class PendingCensus:
     """Counts on the device, until they are fetched."""
 
-    def __init__(self, batch: TensorBatch, buffer: Tensor, sums: Tensor) -> None:
+    def __init__(self, batch: TensorBatch, buffer: Tensor) -> None:
         # Memory is reused in stream order, so the gradients can be freed now; an unread result must not hold them.
         batch.kept.clear()
-        self.batch, self.buffer, self.sums = batch, buffer, sums
+        self.batch, self.buffer = batch, buffer
 
     def fetch(self) -> list[Census]:
         """Copy the counts to the host, which syncs with the device."""
@@ -125,32 +131,43 @@ def launch_census(tensors: Sequence[Tensor], scale: Tensor | None = None, *, wri
     """Count tensors of one device in one launch, divided by ``scale``; with ``write``, also divide them in memory."""
     batch = TensorBatch(tensors)
     buffer = new_buffer(batch)
-    sums = count_into_(buffer, batch, scale, write=write)
+    count_into_(buffer, batch, scale, write=write)
     if write:
-        for index in batch.copied:
-            tensors[index].copy_(batch.kept[index])
-    return PendingCensus(batch, buffer, sums)
+        batch.write_back(tensors)
+    return PendingCensus(batch, buffer)
 
 
 def new_buffer(batch: TensorBatch) -> Tensor:
-    """Return a buffer for all results, rows and then the chunks' sums of squares, so that fetching is one copy."""
-    return torch.zeros(batch.plan.cells + batch.plan.programs, dtype=torch.int64, device=batch.device)
+    """Return a cleared buffer for all results, so that fetching is one copy.
+
+    Rows, then the chunks' sums of squares in FP64, then a count of finished chunks for kernels that need one.
+    """
+    return torch.zeros(batch.plan.cells + batch.plan.programs + 1, dtype=torch.int64, device=batch.device)
 
 
-def count_into_(buffer: Tensor, batch: TensorBatch, scale: Tensor | None = None, *, write: bool = False) -> Tensor:
-    """Launch the count and return the sums of squares, a part of the buffer, which must be cleared."""
-    plan = batch.plan
-    sums = buffer.view(torch.float64)[plan.cells :]
-    if plan.programs:
+def count_into_(buffer: Tensor, batch: TensorBatch, scale: Tensor | None = None, *, write: bool = False) -> None:
+    """Launch the count into a buffer that is cleared."""
+    if batch.plan.programs:
+        given, constants = census_arguments(buffer, batch, scale, write=write)
         launch(
-            kernel.census_kernel, plan.programs, batch.device,
-            batch.addresses, plan.sizes, plan.kinds, plan.first_chunks, plan.owners,
-            buffer, sums, buffer if scale is None else scale, ROW=COLUMNS,
-            HAS_FP32=0 in plan.present, HAS_BF16=1 in plan.present, HAS_FP16=2 in plan.present,
-            CHUNK=kernel.CHUNK, BLOCK=kernel.BLOCK, SLOW_BLOCK=kernel.SLOW_BLOCK, SCALED=scale is not None, WRITE=write,
-            PTX=batch.has_ptx, num_warps=kernel.WARPS,
+            kernel.census_kernel, batch.plan.programs, batch.device,
+            *given, batch.plan.cells, **constants, num_warps=kernel.WARPS,
         )  # fmt: skip
-    return sums
+
+
+def census_arguments(
+    buffer: Tensor, batch: TensorBatch, scale: Tensor | None, *, write: bool
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Return the tensors and the constants that ``count_program`` takes."""
+    plan = batch.plan
+    sums = buffer.view(torch.float64)
+    given = (batch.addresses, plan.sizes, plan.kinds, plan.first_chunks, plan.owners, buffer, sums)
+    constants = {
+        "ROW": COLUMNS, "HAS_FP32": 0 in plan.present, "HAS_BF16": 1 in plan.present, "HAS_FP16": 2 in plan.present,
+        "CHUNK": kernel.CHUNK, "BLOCK": kernel.BLOCK, "SLOW_BLOCK": kernel.SLOW_BLOCK,
+        "SCALED": scale is not None, "WRITE": write, "PTX": batch.has_ptx,
+    }  # fmt: skip
+    return (*given, buffer if scale is None else scale), constants
 
 
 _compiled: dict[object, Any] = {}  # kernels by the kinds of their arguments, for ``launch``

@@ -355,7 +355,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Any:
         result, skipped = take_step(entry.optimizer(), checked, args, kwargs)
         checked.gradients = OptimizerGradients()  # so that the next backward pass can free them
-        self._last = entry.result = StepResult(checked.decision.numbers, skipped)
+        self._last = entry.result = StepResult(checked.decision.numbers, skipped, on_host=checked.decision.on_host)
         return result
 
     def _count(self, entry: ScalerOptimizerState, state: dict[str, Any]) -> None:
@@ -647,7 +647,8 @@ class GradScaler(torch.amp.GradScaler):
         facts = update_scale_(
             scale, tracker, self._tally, numbers, len(results), limits, move=move, loss=loss, forgives=forgives
         )
-        before, self._posted = self._posted, AsyncScalars(facts)
+        written_from = None if facts.device == scale.device else scale.device
+        before, self._posted = self._posted, AsyncScalars(facts, written_from=written_from)
         for index, result in enumerate(results):
             result.posted, result.place, result.scaled = self._posted, UpdateField.FIRST_OPTIMIZER + 2 * index, True
         # Raise if the scale collapsed; on a GPU by the previous step, whose numbers have arrived on all ranks.
@@ -664,7 +665,10 @@ class GradScaler(torch.amp.GradScaler):
         loss = None if len(result.numbers) == WITH_LOSS else self._loss
         if loss is not None and loss.device != result.numbers.device:
             loss = to_device(loss, result.numbers.device)
-        result.posted = AsyncScalars(result.numbers) if loss is None else AsyncScalars(result.numbers, loss)
+        if result.on_host is not None and loss is None:
+            result.posted = AsyncScalars(result.on_host, written_from=result.numbers.device)
+        else:
+            result.posted = AsyncScalars(result.numbers) if loss is None else AsyncScalars(result.numbers, loss)
         if result.posted.captured:  # steps of a CUDA graph are not counted: the host does not see its replays
             return
         if self._unscaled_counts.add(result):

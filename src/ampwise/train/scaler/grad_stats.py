@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from math import prod
 from operator import is_not, mul
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from ampwise.numbers.census.count_row import INFS, NANS, SINGLE
 from ampwise.numbers.census.cpu import count_all_on_cpu
 from ampwise.numbers.census.device_census import DeviceCensus
 from ampwise.numbers.census.flat_values import DTYPE_CODES, flat_values
-from ampwise.numbers.census.kernels import has_kernels, launcher
+from ampwise.numbers.census.kernels import has_kernels
 from ampwise.train.scaler.gradients import (
     OptimizerGradients,
     collect_gradients,
@@ -47,6 +47,7 @@ __all__ = [
     "NO_CLIPPING",
     "WITH_LOSS",
     "CheckedGradients",
+    "DecisionRequest",
     "DeviceStats",
     "GpuStats",
     "GradStats",
@@ -70,11 +71,20 @@ WITH_LOSS = 6  # numbers of a decision that holds the loss too
 CLIP_EPSILON = 1e-6  # added to the norm as in clip_grad_norm_
 
 
+class DecisionRequest(NamedTuple):
+    """What a decision depends on besides the gradients, if they are all that it depends on."""
+
+    max_norm: float = NO_CLIPPING
+    loss: Tensor | None = None  # to become the decision's last number
+    to_host: bool = False  # also to pinned memory
+
+
 class DeviceStats(Protocol):
     """Statistics of the gradients of one device, read by one method."""
 
     positions: Sequence[int]  # in the optimizer's gradients
     counts: bool  # whether there is a census, besides the totals
+    decision: StepDecision | None  # if it was requested and costs less than from the totals
 
     def totals(self, weights: tuple[float, ...] | None) -> Tensor:
         """Return sum of squares (each tensor's times its weight), infinities and NaNs, in FP64 on the part's device."""
@@ -119,25 +129,35 @@ class GradStats:
         return [found[position] for position in self._counted]
 
 
-StatsReader = Callable[[Sequence[int], list[Tensor], Tensor | None, bool], DeviceStats]
+StatsReader = Callable[[Sequence[int], list[Tensor], Tensor | None, bool, DecisionRequest | None], DeviceStats]
 
 
 @torch.no_grad()
-def read_gradients(gradients: OptimizerGradients, scale: Tensor | None, *, unscale: bool = False) -> GradStats:
-    """Read gradients divided by ``scale``; with ``unscale`` they stay divided in memory."""
+def read_gradients(
+    gradients: OptimizerGradients,
+    scale: Tensor | None,
+    *,
+    unscale: bool = False,
+    request: DecisionRequest | None = None,
+) -> GradStats:
+    """Read gradients divided by ``scale``; with ``unscale`` they stay divided in memory.
+
+    If all are on one device, ``request`` may be answered by the same read.
+    """
     values = gradients.values
     if gradients.ordinary:
         first = values[0]
         if scale is not None and scale.device != first.device:
             scale = to_device(scale, first.device)
-        return GradStats(gradients, [_reader(first)(range(len(values)), values, scale, unscale)])
+        return GradStats(gradients, [_reader(first)(range(len(values)), values, scale, unscale, request)])
     alike: dict[tuple[torch.device, StatsReader], list[int]] = {}
     for position, value in enumerate(values):
         alike.setdefault((value.device, _reader(value)), []).append(position)
     parts = []
     for (device, reader), positions in alike.items():
         local_scale = None if scale is None else to_device(scale, device)
-        parts.append(reader(positions, [values[position] for position in positions], local_scale, unscale))
+        of_part = [values[position] for position in positions]
+        parts.append(reader(positions, of_part, local_scale, unscale, request if len(alike) == 1 else None))
     return GradStats(gradients, parts)
 
 
@@ -158,12 +178,25 @@ def _reader(value: Tensor) -> StatsReader:
 class GpuStats:
     """Gradients of one GPU, read by the Triton kernel."""
 
-    def __init__(self, positions: Sequence[int], values: list[Tensor], scale: Tensor | None, unscale: bool) -> None:
-        launch = launcher()
-        assert launch is not None
+    def __init__(
+        self,
+        positions: Sequence[int],
+        values: list[Tensor],
+        scale: Tensor | None,
+        unscale: bool,
+        request: DecisionRequest | None = None,
+    ) -> None:
+        from ampwise.numbers.census.launch import launch_census
+        from ampwise.train.scaler.kernel import launch_check
+
         self.positions, self.counts = positions, True
         dense = values if all(map(Tensor.is_contiguous, values)) else list(map(flat_values, values))
-        self.counted = launch(dense, scale, write=unscale)
+        self.decision: StepDecision | None = None
+        if request is None:
+            self.counted = launch_census(dense, scale, write=unscale)
+        else:
+            max_norm, loss, to_host = request
+            self.counted, self.decision = launch_check(dense, scale, max_norm, loss, write=unscale, to_host=to_host)
         if unscale:
             for value, copy in zip(values, dense, strict=True):
                 if copy.data_ptr() != value.data_ptr():  # not contiguous: the kernel worked on a copy
@@ -182,7 +215,14 @@ class GpuStats:
 class HostStats:
     """Gradients in host memory, read by the C loop: a row of counts and a sum of squares for each."""
 
-    def __init__(self, positions: Sequence[int], values: list[Tensor], scale: Tensor | None, unscale: bool) -> None:
+    def __init__(
+        self,
+        positions: Sequence[int],
+        values: list[Tensor],
+        scale: Tensor | None,
+        unscale: bool,
+        request: DecisionRequest | None = None,
+    ) -> None:
         self.positions, self.counts = positions, True
         dense = [
             value if value.is_contiguous() and value.dtype in DTYPE_CODES else flat_values(value) for value in values
@@ -191,15 +231,19 @@ class HostStats:
         self._rows, self._sums = count_all_on_cpu(dense, 1.0 if inverse is None else inverse.item())
         if unscale and inverse is not None:
             multiply_(values, inverse)
+        self.decision: StepDecision | None = None
+        if request is not None:
+            numbers = decision_numbers(self._plain_totals(), scale, request.max_norm)
+            self.decision = StepDecision(torch.tensor(numbers, dtype=torch.float32, device="cpu"))
 
-    def plain_totals(self, weights: tuple[float, ...] | None = None) -> list[float]:
+    def _plain_totals(self, weights: tuple[float, ...] | None = None) -> list[float]:
         """Return the totals as Python numbers."""
         squares = self._sums.tolist()
         total = math.fsum(squares if weights is None else map(mul, squares, weights))
         return [total, *self._rows[:, INFS : NANS + 1].sum(0).tolist()]
 
     def totals(self, weights: tuple[float, ...] | None) -> Tensor:
-        return torch.tensor(self.plain_totals(weights), dtype=torch.float64, device="cpu")
+        return torch.tensor(self._plain_totals(weights), dtype=torch.float64, device="cpu")
 
     def fetch(self) -> list[Census]:
         pairs = zip(self._rows.tolist(), self._sums.tolist(), strict=True)
@@ -209,7 +253,16 @@ class HostStats:
 class NormStats:
     """Gradients that neither kernel nor C loop can read: totals from torch's norms, and no census."""
 
-    def __init__(self, positions: Sequence[int], values: list[Tensor], scale: Tensor | None, unscale: bool) -> None:
+    decision: StepDecision | None = None
+
+    def __init__(
+        self,
+        positions: Sequence[int],
+        values: list[Tensor],
+        scale: Tensor | None,
+        unscale: bool,
+        _request: DecisionRequest | None = None,
+    ) -> None:
         self.positions, self.counts = positions, False
         # The largest magnitude shows whether all values are finite: unlike the norm, it cannot overflow itself.
         wide = torch.float32 if values[0].device.type == "mps" else torch.float64
@@ -273,10 +326,11 @@ class StepDecision:
     A sixth number, if there is one, is the loss of the step, so that it is copied to the host with the others.
     """
 
-    __slots__ = ("applied", "divisor", "found_inf", "grad_scale", "norm", "numbers")
+    __slots__ = ("applied", "divisor", "found_inf", "grad_scale", "norm", "numbers", "on_host")
 
-    def __init__(self, numbers: Tensor) -> None:
+    def __init__(self, numbers: Tensor, on_host: Tensor | None = None) -> None:
         self.numbers = numbers
+        self.on_host = on_host  # pinned memory to which a kernel writes the same numbers
         self.norm, self.found_inf, self.divisor, self.grad_scale, self.applied, *_ = numbers.unbind()
 
     def or_found(self, flags: Sequence[Tensor]) -> StepDecision:
@@ -295,9 +349,9 @@ def in_fp32(number: float) -> float:
 def decide_step(totals: Tensor, scale: Tensor | None, max_norm: float = NO_CLIPPING) -> StepDecision:
     """Return the decision for the totals [sum of squares, infinities, NaNs] of unscaled gradients."""
     if totals.is_cuda and has_kernels():
-        from ampwise.train.scaler.kernel import launch_decision_from_totals
+        from ampwise.train.scaler.kernel import launch_decision
 
-        return launch_decision_from_totals(totals, scale, max_norm)
+        return launch_decision(totals, scale, max_norm)
     numbers = decision_numbers(totals.tolist(), scale, max_norm)
     return StepDecision(torch.tensor(numbers, dtype=torch.float32, device=totals.device))
 
@@ -351,29 +405,19 @@ def check_gradients(
     With ``unscale`` the same read also unscales them in memory; else the step does. ``home`` is the device for the
     small arithmetic. The ``loss`` becomes part of the decision if a kernel makes it.
     """
-    stats, reductions = [], []
-    for gradients in several:
-        stats.append(read_gradients(gradients, scale, unscale=unscale))
-        if gradients.shards or process_group is not None:
-            reductions.append(make_reduction(len(gradients.values), gradients.shards, process_group))
-        else:
-            reductions.append(NO_REDUCTION)
-    alone = len(several) == 1 and reductions[0] is NO_REDUCTION
-    decision = None
-    if alone and len(stats[0].parts) == 1:  # the totals need not be added up first
-        part = stats[0].parts[0]
-        if isinstance(part, GpuStats) and part.counted.buffer.device == home:
-            from ampwise.train.scaler.kernel import launch_decision
-
-            decision = launch_decision(part.counted, scale, max_norm, loss)
-        elif isinstance(part, HostStats) and home.type == "cpu":
-            numbers = decision_numbers(part.plain_totals(), scale, max_norm)
-            decision = StepDecision(torch.tensor(numbers, dtype=torch.float32, device="cpu"))
-    if decision is None:
-        totals = [
-            reduction.reach(each.totals(home, reduction.weights))
-            for each, reduction in zip(stats, reductions, strict=True)
-        ]
+    alone = len(several) == 1 and not several[0].shards and process_group is None
+    if alone:
+        request = DecisionRequest(max_norm, loss, to_host=scale is None)
+        stats = [read_gradients(several[0], scale, unscale=unscale, request=request)]
+        decision = stats[0].parts[0].decision if len(stats[0].parts) == 1 else None
+    else:
+        stats = [read_gradients(gradients, scale, unscale=unscale) for gradients in several]
+        decision = None
+    if decision is None or decision.numbers.device != home:
+        totals = []
+        for gradients, each in zip(several, stats, strict=True):
+            reduction = make_reduction(len(gradients.values), gradients.shards, process_group)
+            totals.append(reduction.reach(each.totals(home, reduction.weights)))
         decision = decide_step(totals[0] if len(totals) == 1 else torch.stack(totals).sum(0), scale, max_norm)
     scaled = scale is not None and not unscale
     return [

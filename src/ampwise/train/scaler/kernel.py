@@ -1,7 +1,7 @@
-"""The scalar arithmetic at the end of a step, in one launch each: the step decision, and the next scale.
+"""The end of a step on a GPU: census and step decision in one launch, the next scale in another.
 
-As torch operations these would be a dozen launches on a few numbers, which on a small model cost more than reading the
-gradients once saves. ``grad_stats.py`` and ``loss_scale.py`` define what these kernels must compute.
+As torch operations the scalar arithmetic would be a dozen launches on a few numbers, which on a small model cost more
+than reading the gradients once saves. ``grad_stats.py`` and ``loss_scale.py`` define what these kernels must compute.
 """
 
 # Constants of a Triton kernel are arguments in capitals, and its branches are taken when it is compiled.
@@ -9,6 +9,7 @@ gradients once saves. ``grad_stats.py`` and ``loss_scale.py`` define what these 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -17,11 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ampwise.numbers.census.count_row import INFS, NANS
-from ampwise.numbers.census.launch import COLUMNS, PendingCensus, launch
+from ampwise.numbers.census.kernel import WARPS as CENSUS_WARPS
+from ampwise.numbers.census.kernel import count_program
+from ampwise.numbers.census.launch import COLUMNS, PendingCensus, TensorBatch, census_arguments, launch, new_buffer
 from ampwise.train.scaler.grad_stats import CLIP_EPSILON, WITH_LOSS, StepDecision, in_fp32
 from ampwise.train.scaler.loss_scale import MAX_FORGIVEN, ScaleLimits, UpdateField
+from ampwise.train.scaler.step_result import buffer_for_kernel
 
-__all__ = ["launch_decision", "launch_decision_from_totals", "launch_totals", "launch_update_scale_"]
+__all__ = ["launch_check", "launch_decision", "launch_totals", "launch_update_scale_"]
 
 BLOCK = 1024  # sums at a time: a model of a billion parameters has 40,000
 WARPS = 8
@@ -37,12 +41,12 @@ _FORGIVEN = tl.constexpr(MAX_FORGIVEN)
 def _add_up(
     table, sums, owners, weights, tensors, chunks, ROW: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add up the totals, always in the same order."""
+    """Add up the totals, always in the same order. Other programs may just have written them: read from L2."""
     lanes = tl.arange(0, BLOCK)
     squares = tl.zeros([BLOCK], tl.float64)
     for start in range(0, chunks, BLOCK):
         inside = start + lanes < chunks
-        part = tl.load(sums + start + lanes, mask=inside, other=0.0)
+        part = tl.load(sums + start + lanes, mask=inside, other=0.0, cache_modifier=".cg")
         if WEIGHTED:
             part *= tl.load(weights + tl.load(owners + start + lanes, mask=inside, other=0))
         squares += part
@@ -50,25 +54,27 @@ def _add_up(
     nans = tl.zeros([BLOCK], tl.int64)
     for start in range(0, tensors, BLOCK):
         rows = table + (start + lanes).to(tl.int64) * ROW
-        infinities += tl.load(rows + _INFS, mask=start + lanes < tensors, other=0)
-        nans += tl.load(rows + _NANS, mask=start + lanes < tensors, other=0)
+        inside = start + lanes < tensors
+        infinities += tl.load(rows + _INFS, mask=inside, other=0, cache_modifier=".cg")
+        nans += tl.load(rows + _NANS, mask=inside, other=0, cache_modifier=".cg")
     return tl.sum(squares), tl.sum(infinities), tl.sum(nans)
 
 
 @triton.jit
 def totals_kernel(
-    table, sums, owners, weights, totals, tensors, chunks,
+    table, sums, owners, weights, totals, cells, tensors, chunks,
     ROW: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the totals that are summed over ranks."""
-    squares, infinities, nans = _add_up(table, sums, owners, weights, tensors, chunks, ROW, WEIGHTED, BLOCK)
+    squares, infinities, nans = _add_up(table, sums + cells, owners, weights, tensors, chunks, ROW, WEIGHTED, BLOCK)
     tl.store(totals, squares)
     tl.store(totals + 1, infinities.to(tl.float64))
     tl.store(totals + 2, nans.to(tl.float64))
 
 
 @triton.jit
-def _judge(squares, infinities, nans, scale, verdict, max_norm, loss, SCALED: tl.constexpr, HAS_LOSS: tl.constexpr):
+def _decide(squares, infinities, nans, scale, max_norm, SCALED: tl.constexpr):
+    """Return the numbers of a StepDecision."""
     norm = tl.sqrt(squares)
     one = tl.full((), 1.0, tl.float64)
     # Without clipping, the quotient of two infinities would be NaN.
@@ -78,30 +84,59 @@ def _judge(squares, infinities, nans, scale, verdict, max_norm, loss, SCALED: tl
         plain = tl.load(scale).to(tl.float64)
     grad_scale = (plain * divisor).to(tl.float32)
     bad = (infinities + nans > 0) | (grad_scale == float("inf")) | (grad_scale != grad_scale)
-    shown = tl.where(nans > 0, float("nan"), tl.where(infinities > 0, float("inf"), norm))
-    tl.store(verdict, shown.to(tl.float32))
-    tl.store(verdict + 1, tl.where(bad, 1.0, 0.0))
-    tl.store(verdict + 2, tl.where(bad, 1.0, divisor).to(tl.float32))
-    tl.store(verdict + 3, tl.where(bad, plain.to(tl.float32), grad_scale))
-    tl.store(verdict + 4, tl.where(bad, 0.0, 1.0))
-    if HAS_LOSS:
-        tl.store(verdict + 5, tl.load(loss))
+    shown = tl.where(nans > 0, float("nan"), tl.where(infinities > 0, float("inf"), norm)).to(tl.float32)
+    divisor = tl.where(bad, one, divisor).to(tl.float32)
+    grad_scale = tl.where(bad, plain.to(tl.float32), grad_scale)
+    return shown, tl.where(bad, 1.0, 0.0), divisor, grad_scale, tl.where(bad, 0.0, 1.0)
 
 
 @triton.jit
-def judge_kernel(
-    table, sums, scale, verdict, max_norm, loss, tensors, chunks,
-    ROW: tl.constexpr, SCALED: tl.constexpr, HAS_LOSS: tl.constexpr, BLOCK: tl.constexpr,
+def _store_decision(place, norm, found_inf, divisor, grad_scale, applied):
+    tl.store(place, norm)
+    tl.store(place + 1, found_inf)
+    tl.store(place + 2, divisor)
+    tl.store(place + 3, grad_scale)
+    tl.store(place + 4, applied)
+
+
+@triton.jit
+def check_kernel(
+    addresses, sizes, kinds, first_chunks, owners, table, sums, scale,
+    cells, tensors, chunks, max_norm, loss, numbers, host,
+    ROW: tl.constexpr, HAS_FP32: tl.constexpr, HAS_BF16: tl.constexpr, HAS_FP16: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, SLOW_BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, WRITE: tl.constexpr, PTX: tl.constexpr,
+    HAS_LOSS: tl.constexpr, TO_HOST: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute totals and decision for gradients that no other rank has a part of."""
-    squares, infinities, nans = _add_up(table, sums, sums, sums, tensors, chunks, ROW, False, BLOCK)
-    _judge(squares, infinities, nans, scale, verdict, max_norm, loss, SCALED, HAS_LOSS)
+    """Count gradients that no other rank has a part of; the last program to finish makes the decision.
+
+    It writes the decision to ``numbers``, and with TO_HOST also to ``host``, pinned memory.
+    """
+    count_program(
+        addresses, sizes, kinds, first_chunks, owners, table, sums + cells, scale,
+        ROW, HAS_FP32, HAS_BF16, HAS_FP16, CHUNK, BLOCK, SLOW_BLOCK, SCALED, WRITE, PTX,
+    )  # fmt: skip
+    tl.debug_barrier()  # all threads have written their counts before this program counts as finished
+    if tl.atomic_add(table + cells + chunks, 1) == chunks - 1:
+        squares, infinities, nans = _add_up(table, sums + cells, owners, sums, tensors, chunks, ROW, False, SUMS)
+        norm, found_inf, divisor, grad_scale, applied = _decide(squares, infinities, nans, scale, max_norm, SCALED)
+        _store_decision(numbers, norm, found_inf, divisor, grad_scale, applied)
+        if TO_HOST:
+            _store_decision(host, norm, found_inf, divisor, grad_scale, applied)
+        if HAS_LOSS:
+            value = tl.load(loss)
+            tl.store(numbers + 5, value)
+            if TO_HOST:
+                tl.store(host + 5, value)
 
 
 @triton.jit
-def judge_totals_kernel(totals, scale, verdict, max_norm, SCALED: tl.constexpr):
+def decide_kernel(totals, scale, numbers, max_norm, SCALED: tl.constexpr):
     """Compute the decision from totals that are summed over ranks."""
-    _judge(tl.load(totals), tl.load(totals + 1), tl.load(totals + 2), scale, verdict, max_norm, verdict, SCALED, False)
+    norm, found_inf, divisor, grad_scale, applied = _decide(
+        tl.load(totals), tl.load(totals + 1), tl.load(totals + 2), scale, max_norm, SCALED
+    )
+    _store_decision(numbers, norm, found_inf, divisor, grad_scale, applied)
 
 
 @triton.jit
@@ -173,40 +208,58 @@ def advance_kernel(
 
 def launch_totals(counted: PendingCensus, weights: tuple[float, ...] | None) -> Tensor:
     """Return the totals of a count, with each tensor's sum of squares times its weight."""
-    buffer, batch = counted.buffer, counted.batch
+    buffer, plan = counted.buffer, counted.batch.plan
     totals = torch.empty(3, dtype=torch.float64, device=buffer.device)
     on_device = None if weights is None else _on_device(weights, buffer.device)
     launch(
         totals_kernel, 1, buffer.device,
-        buffer, counted.sums, batch.plan.owners, totals if on_device is None else on_device, totals,
-        len(batch.plan.chunks), batch.plan.programs,
+        buffer, buffer.view(torch.float64), plan.owners, totals if on_device is None else on_device, totals,
+        plan.cells, len(plan.chunks), plan.programs,
         ROW=COLUMNS, WEIGHTED=on_device is not None, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return totals
 
 
-def launch_decision(
-    counted: PendingCensus, scale: Tensor | None, max_norm: float, loss: Tensor | None = None
-) -> StepDecision:
-    """Return the decision for a count that covers all gradients, with the loss as its last number if it is FP32."""
-    buffer, plan = counted.buffer, counted.batch.plan
-    if loss is not None and (loss.dtype != torch.float32 or loss.device != buffer.device):
+def launch_check(
+    tensors: Sequence[Tensor],
+    scale: Tensor | None,
+    max_norm: float,
+    loss: Tensor | None = None,
+    *,
+    write: bool = False,
+    to_host: bool = False,
+) -> tuple[PendingCensus, StepDecision]:
+    """Count gradients and decide on their step in one launch.
+
+    The loss is the decision's last number if it is FP32 on this device. With ``to_host`` the kernel writes the
+    decision to pinned memory, too.
+    """
+    batch = TensorBatch(tensors)
+    buffer, device, plan = new_buffer(batch), batch.device, batch.plan
+    if loss is not None and (loss.dtype != torch.float32 or loss.device != device):
         loss = None
-    numbers = torch.empty(5 if loss is None else WITH_LOSS, dtype=torch.float32, device=buffer.device)
+    if not plan.programs:
+        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        return PendingCensus(batch, buffer), launch_decision(totals, scale, max_norm)
+    numbers = torch.empty(5 if loss is None else WITH_LOSS, dtype=torch.float32, device=device)
+    host = buffer_for_kernel(numbers) if to_host and batch.stream is not None else None
+    given, constants = census_arguments(buffer, batch, scale, write=write)
     launch(
-        judge_kernel, 1, buffer.device,
-        buffer, counted.sums, numbers if scale is None else scale, numbers, float(max_norm),
-        numbers if loss is None else loss, len(plan.chunks), plan.programs,
-        ROW=COLUMNS, SCALED=scale is not None, HAS_LOSS=loss is not None, BLOCK=BLOCK, num_warps=WARPS,
+        check_kernel, plan.programs, device,
+        *given, plan.cells, len(plan.chunks), plan.programs, float(max_norm), numbers if loss is None else loss,
+        numbers, numbers if host is None else host,
+        **constants, HAS_LOSS=loss is not None, TO_HOST=host is not None, SUMS=BLOCK, num_warps=CENSUS_WARPS,
     )  # fmt: skip
-    return StepDecision(numbers)
+    if write:
+        batch.write_back(tensors)
+    return PendingCensus(batch, buffer), StepDecision(numbers, host)
 
 
-def launch_decision_from_totals(totals: Tensor, scale: Tensor | None, max_norm: float) -> StepDecision:
+def launch_decision(totals: Tensor, scale: Tensor | None, max_norm: float) -> StepDecision:
     """Return the decision for totals."""
     numbers = torch.empty(5, dtype=torch.float32, device=totals.device)
     launch(
-        judge_totals_kernel, 1, totals.device,
+        decide_kernel, 1, totals.device,
         totals, numbers if scale is None else scale, numbers, float(max_norm), SCALED=scale is not None, num_warps=1,
     )  # fmt: skip
     return StepDecision(numbers)
@@ -224,11 +277,13 @@ def launch_update_scale_(
     loss: Tensor | None = None,
     forgives: bool = True,
 ) -> Tensor:
-    """Update the scale after a step in one launch; return the facts."""
+    """Update the scale after a step in one launch; return the facts, in pinned memory unless a graph is captured."""
     count = len(outcomes)
     bounds = (limits.growth, limits.backoff, in_fp32(limits.floor), in_fp32(limits.ceiling))
     length = UpdateField.FIRST_OPTIMIZER + 2 * count + (loss is not None)
     facts = torch.empty(length, dtype=torch.float64, device=scale.device)
+    if scale.is_cuda and not torch.cuda.is_current_stream_capturing():
+        facts = buffer_for_kernel(facts)
     launch(
         advance_kernel, 1, scale.device,
         scale, growth_tracker, tally, outcomes, _on_device(bounds, scale.device), facts,

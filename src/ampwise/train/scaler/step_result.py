@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampwise.train.scaler.loss_scale import UpdateField
 
-__all__ = ["AsyncScalars", "StepCounts", "StepResult"]
+__all__ = ["AsyncScalars", "StepCounts", "StepResult", "buffer_for_kernel"]
 
 NORM, FOUND_INF = range(2)
 MAX_AWAITED = 8  # results that are counted only once somebody has read them
@@ -22,21 +22,24 @@ BUFFERS_AT_A_TIME = 64  # buffers allocated at a time: pinned memory is slow to 
 class AsyncScalars:
     """Numbers being copied from the device. ``read`` syncs with their copy only, not with later work.
 
-    The numbers of several tensors of one device are concatenated.
+    The numbers of several tensors of one device are concatenated. ``written_from``: the tensors are pinned buffers that
+    a kernel on this device writes, so that there is nothing to copy.
     """
 
-    def __init__(self, *parts: Tensor) -> None:
+    def __init__(self, *parts: Tensor, written_from: torch.device | None = None) -> None:
         self.numbers: list[float] | None = None  # once they have arrived and were read
         self._on_device: tuple[Tensor, ...] | None = None
         self._on_host: list[Tensor] = []
         self._arrived: torch.cuda.Event | None = None
-        if not parts[0].is_cuda:
+        if written_from is not None:
+            self._on_host.extend(parts)
+            self._arrived = torch.cuda.current_stream(written_from).record_event()
+        elif not parts[0].is_cuda:
             self.numbers = _numbers_of(parts)
         elif torch.cuda.is_current_stream_capturing():
             self._on_device = parts  # each replay of the graph overwrites them
         else:
-            for part in parts:
-                self._on_host.append(_pinned_buffer(part).copy_(part, non_blocking=True))
+            self._on_host.extend([_pinned_buffer(part).copy_(part, non_blocking=True) for part in parts])
             self._arrived = torch.cuda.current_stream(parts[0].device).record_event()
 
     def read(self) -> list[float]:
@@ -69,6 +72,18 @@ class AsyncScalars:
 _pinned_buffers: dict[tuple[torch.dtype, torch.Size], deque[Tensor]] = {}
 
 
+# Torch does not know that a kernel writes to pinned memory: freed before that, it would be used again. Each buffer
+# stays for as many launches as CUDA ever queues (1,024, or four times that by an environment variable).
+_written_by_kernels: deque[Tensor] = deque(maxlen=4096)
+
+
+def buffer_for_kernel(part: Tensor) -> Tensor:
+    """Return an unused pinned host buffer of the tensor's shape and dtype, for a kernel to write to."""
+    buffer = _pinned_buffer(part)
+    _written_by_kernels.append(buffer)
+    return buffer
+
+
 def _pinned_buffer(part: Tensor) -> Tensor:
     """Return an unused pinned host buffer of the tensor's shape and dtype."""
     free = _pinned_buffers.setdefault((part.dtype, part.shape), deque())
@@ -94,6 +109,7 @@ class StepResult:
     posted: AsyncScalars | None = None
     place: int = 0  # index of norm and found_inf among the copied numbers
     scaled: bool = False  # the copied numbers begin with the scale
+    on_host: Tensor | None = None  # ``numbers`` in pinned memory, if a kernel writes them there
 
     def values(self) -> tuple[bool, float, float, float]:
         """Return skipped, norm, scale after the step, and loss at once; syncs if the step is not finished."""
