@@ -1,4 +1,4 @@
-# On a fresh machine: `make demo` and `make test`. Each creates .venv on first use.
+# On a fresh machine: `make demo` and `make test`. `make demo` installs torch and ampwise, the others what tests need, too.
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
@@ -6,6 +6,10 @@ NAME   ?= census
 GROUP  ?= order
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# The demo has an environment of its own, unless the one for development is there already.
+DEMO   := $(if $(wildcard $(STAMP)),$(VENV),build/demo-env)
+# Linux on x86-64: from torch's own index comes a build without CUDA, a tenth of the size. Elsewhere PyPI's has none.
+TORCH_INDEX ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),https://download.pytorch.org/whl/cpu)
 NEEDS  := pyproject.toml constraints.txt setup.py src/ampwise/numbers/census/_native.c
 
 .PHONY: help demo layers test nightly fuzz attack check lint types docs docs-check site format new-rule peers bench gpu-test gpu-bench release clean
@@ -13,8 +17,14 @@ NEEDS  := pyproject.toml constraints.txt setup.py src/ampwise/numbers/census/_na
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(STAMP) ## watch a training script that has four mistakes
-	@$(BIN)/ampwise run --force --output build/demo examples/broken_gpt.py $(ARGS)
+demo: $(DEMO)/.installed ## watch a training script that has four mistakes (half a minute; its first time installs torch)
+	@mkdir -p build
+	@$(DEMO)/bin/ampwise run --force --output build/demo examples/broken_gpt.py --checkpoint build/checkpoint.pt $(ARGS)
+	@$(DEMO)/bin/ampwise report --output build/demo.html build/demo >/dev/null
+	@printf '\nWhere to look next\n'
+	@printf '  this run as a page      build/demo.html\n'
+	@printf '  without running it      $(DEMO)/bin/ampwise check examples/broken_gpt.py    (--diff shows the fix, --fix applies it)\n'
+	@printf '  a broken script, fixed  docs/start.md, five minutes\n'
 
 layers: $(STAMP) ## train a small GPT in FP16 and show what each layer would lose in other formats
 	@$(BIN)/python examples/char_gpt.py $(ARGS)
@@ -82,19 +92,25 @@ release: $(STAMP) ## build wheel and sdist in build/dist, install and test them
 	@AMPWISE_NIGHTLY=1 AMPWISE_DIST=build/dist $(BIN)/python -m pytest -n 0 tests/release tests/test_api.py $(ARGS)
 	@ls build/dist
 
-$(STAMP): $(NEEDS)
+$(STAMP) build/demo-env/.installed: $(NEEDS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "make: ampwise needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | head -1). Choose one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	@{ mkdir -p $(VENV) && touch $(VENV)/.writable; } 2>/dev/null || { \
-	  echo "make: cannot write to $(VENV). Choose a writable folder: make VENV=/path/to/venv $(MAKECMDGOALS)" >&2; exit 1; }
-	@echo "setting up $(VENV), once: about a minute"
-	@$(PYTHON) -m venv $(VENV)
-# A newer pip resolves in half the time; the one that came with Python works, too.
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade pip || true
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]'
-# Compile bytecode on all cores. Some packages have files for other Python versions, which do not compile.
-	@$(BIN)/python -W ignore -m compileall -qq -j 0 src $(VENV)/lib || true
-	@touch $(STAMP)
+	@{ mkdir -p $(@D) && touch $(@D)/.writable; } 2>/dev/null || { \
+	  echo "make: cannot write to $(@D). Choose a writable folder: make VENV=/path/to/venv $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "setting up $(@D), once: $(if $(filter $(STAMP),$@),two minutes,under a minute)"
+	@$(PYTHON) -m venv $(@D)
+	@$(if $(filter $(STAMP),$@),$(INSTALL_DEV),$(INSTALL_DEMO))
+	@touch $@
+
+PIP = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# A newer pip resolves in half the time; the one that came with Python works, too. Bytecode is compiled on all cores;
+# some packages have files for other Python versions, which do not compile.
+define INSTALL_DEV
+{ $(PIP) --upgrade pip || true; } && $(PIP) --no-compile --editable '.[dev]' && { $(@D)/bin/python -W ignore -m compileall -qq -j 0 src $(@D)/lib || true; }
+endef
+define INSTALL_DEMO
+{ test -z "$(TORCH_INDEX)" || $(PIP) --no-compile --retries 0 --timeout 5 --index-url "$(TORCH_INDEX)" torch 2>/dev/null || true; } && $(PIP) --no-compile --editable '.[torch]'
+endef
 
 clean: ## remove build products
 	@rm -rf $(VENV) build src/*.egg-info src/ampwise/numbers/census/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ampwise.errors import AmpwiseError
 from ampwise.train.engine import Engine
+from ampwise.train.float8.recipe import Fp8
 from benchmarks.gpt import GPT, Shape
 from benchmarks.harness import Result, note
 
@@ -113,24 +114,21 @@ def trained(way: str) -> Run:
 
 def _engine(way: str, model: GPT, optimizer: torch.optim.Optimizer, scheduler: object) -> Engine:
     precision, _, recipe = way.partition(" ")
-    options = {"fp8": _fp8(recipe)} if precision == "fp8" else {}
-    return Engine(
+    engine = Engine(
         model,
         optimizer,
-        precision=precision,
+        precision=_fp8(recipe) if precision == "fp8" else precision,
         clip_norm=CLIP,
         scheduler=scheduler,
-        history=STEPS,
         trace=False,
         graph=ON_GPU and precision not in WITHOUT_GRAPHS,
-        **options,  # type: ignore[arg-type]
     )
+    engine.history.limit = STEPS
+    return engine
 
 
-def _fp8(recipe: str) -> object:
+def _fp8(recipe: str) -> Fp8:
     """All linear layers, small as they are: the first and the last, too."""
-    from ampwise.train.float8.recipe import Fp8
-
     return Fp8(recipe=recipe, narrow=("blocks.*",))
 
 

@@ -70,7 +70,7 @@ def difference(subject: TrainCase, b: str, *, floor: bool = True) -> Difference:
     sides = parse_side("fp32"), parse_side(b)
     options = DiffOptions(floor=floor)
     return compare_sides(
-        subject.loss_fn, subject.args, subject.kwargs, {"": subject.model}, *sides, options, subject=subject.name
+        subject.loss_fn, subject.args, subject.kwargs, {"": subject.model}, *sides, options, name=subject.name
     )
 
 

@@ -5,7 +5,7 @@
 
 gpt1300m, d4096   a GPT of 1.3 B parameters, and one of 8 layers and width 4096: BF16 against every recipe.
 never_slower_compiled, never_slower_eager
-                  fp8="measured" against BF16 on the four models of benchmarks/subjects.py.
+                  Fp8("measured") against BF16 on the four models of benchmarks/subjects.py.
 
 Each contender takes turns with BF16, and a ratio is the median of those within a round.
 """
@@ -64,7 +64,9 @@ class Trained:
             _convert(self.subject.model, converted)
         optimizer = torch.optim.AdamW(self.subject.parameters, lr=1e-5, fused=True)
         model = self.subject.model
-        self.engine = Engine(model, optimizer, "bf16" if fp8 is None else "fp8", fp8=fp8, clip_norm=1.0, graph=graph)
+        self.engine = Engine(
+            model, optimizer, Fp8(fp8) if isinstance(fp8, str) else fp8 or "bf16", clip_norm=1.0, graph=graph
+        )
         self.steps, self.loss = 0, float("nan")
         if compiled:
             model.compile_parts() if isinstance(model, GPT) else model.compile(dynamic=False)
@@ -171,7 +173,7 @@ def never_slower(compiled: bool) -> Result:
     way = "compiled" if compiled else "eager"
     result = Result(
         name=f"fp8_measured_{way}_gpu",
-        title=f'fp8="measured" against BF16, {way}',
+        title=f'Fp8("measured") against BF16, {way}',
         claim="Whole training steps in turns; noise is BF16 against itself, the most that a round is off.",
         columns=["model", "BF16 ms", "FP8 ms", "× over BF16", "low", "high", "noise ±%", "layers in FP8"],
     )

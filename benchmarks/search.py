@@ -106,7 +106,6 @@ def _trained(task: Task, seed: int, found: SearchResult | None, *, graph: bool) 
             scaling={"init_scale": 2.0**10},  # no steps lost to finding it
             graph=graph,
             trace=False,
-            history=0,
         )
         for step in range(STEPS):
             taken = engine.step(task.loss, *task.batch(seed * STEPS + step))

@@ -6,7 +6,7 @@ whole   GPT-2 124M in FP16: what a step costs where the device is busy.
 tiny    a model so small that the host is what limits it: what watching costs the host.
 waits   whether the host waits for the device where it did not before, and how far it gets ahead.
 
-On a CPU there is the first, with the model of `make demo`.
+On a CPU there is the first, with the model of examples/char_gpt.py.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ FRAMES = 21  # that transformers' hooks keep
 
 
 class DemoTask(Task):
-    """The model of `make demo`, which a CPU trains in FP16 within reason."""
+    """The model of examples/char_gpt.py, which a CPU trains in FP16 within reason."""
 
     def trainee(self) -> tuple[nn.Module, Optimizer, tuple[Tensor, Tensor]]:
         from examples.char_gpt import CharGPT  # here, since it needs more than torch

@@ -29,10 +29,10 @@ from rich.text import Text
 from torch import Tensor, nn
 
 import ampwise
-from ampwise import Census, Format
+from ampwise import Census
 from ampwise.finding import strict_json
 from ampwise.finding.terminal import console
-from ampwise.numbers.formats import find_scalar_format
+from ampwise.numbers.formats import Format, find_scalar_format
 
 TEXT = Path(__file__).with_name("text.txt")
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 4, 128, 4, 128, 8

@@ -24,7 +24,7 @@ FEATURES, DEPTH, CLASSES = 16, 3, 8
 EMULATED = "emulate:e4m3"
 LESSON = """
 Lesson: FP8 is for large linear layers; the first and the last one stay wide. Whether a model learns in it can
-be tested on any computer; whether it is faster, only on the GPU: fp8="measured" keeps the layers that are."""
+be tested on any computer; whether it is faster, only on the GPU: Fp8("measured") keeps the layers that are."""
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ what its inputs were, and what fixes it. Training continues.
 
     python examples/nan_hunt.py                         the finding, and the losses around it
     python examples/nan_hunt.py --capsules capsules     the bad step is saved, too; then:
-    ampwise replay capsules/step-000020 --build examples/nan_hunt.py:make
+    ampwise replay capsules/step-000020 examples/nan_hunt.py:make
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     model, loss_fn = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    capsules = ampwise.Capsules(options.capsules, build="nan_hunt.py:make") if options.capsules else None
-    engine = ampwise.Engine(model, optimizer, precision="fp16", clip_norm=1.0, capsules=capsules)
+    capsules = [ampwise.Capsules(options.capsules, make="nan_hunt.py:make")] if options.capsules else []
+    engine = ampwise.Engine(model, optimizer, precision="fp16", clip_norm=1.0, callbacks=capsules)
     for batch in batches(options.steps):
         step = engine.step(loss_fn, *batch)
         if step.number % 10 == 0 or step.skipped:

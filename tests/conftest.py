@@ -3,12 +3,15 @@
 import gc
 import importlib.util
 import itertools
+import logging
 import os
 import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from ampwise.finding import log
 
 from .night import NIGHTLY, is_left_to_the_night
 from .warm import Cold, Warm, force_nothing_to_disk
@@ -27,6 +30,19 @@ force_nothing_to_disk()
 
 # A shell starts what it runs in the background with Ctrl-C switched off, and tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The handlers of pytest do not count: most programs do not configure logging, and read messages on stderr.
+LOGGER: logging.Logger = logging.getLogger("ampwise")
+LOGGER.hasHandlers = lambda: any(not type(each).__module__.startswith("_pytest") for each in LOGGER.handlers)
+
+
+class _Everything(set):
+    def __contains__(self, message):
+        return True
+
+
+# What is said once per process, such as that this CPU is slow, is not said in whichever test comes first.
+log._SAID = _Everything()
 
 collect_ignore_glob = ["rules/fixtures/*"]  # code to be read, not run
 

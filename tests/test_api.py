@@ -1,8 +1,10 @@
 """The public API is the one that is listed in tests/api.txt; whoever changes it does so on purpose."""
 
 import ast
-import importlib
 import inspect
+import re
+import subprocess
+import sys
 from enum import Enum
 from pathlib import Path
 
@@ -156,8 +158,7 @@ def parameters(line):
 def test_python_sees_what_is_listed(listed, name):
     pytest.importorskip("torch")
     lines = blocks(listed)[f"ampwise.{name}"]
-    # Not getattr(ampwise, name), which may be the room of that name that can be called.
-    value = getattr(importlib.import_module(f"ampwise.{ampwise._HOMES[name]}"), name)
+    value = getattr(ampwise, name)
     if not isinstance(value, type):
         assert set(parameters(lines[0])) == set(inspect.signature(value).parameters)
         return
@@ -169,6 +170,73 @@ def test_python_sees_what_is_listed(listed, name):
     made = next((line for line in lines if line.startswith("__init__(")), None)
     if made is not None and not issubclass(value, Enum):
         assert set(parameters(made)) == set(inspect.signature(value).parameters)
+
+
+@pytest.mark.parametrize(
+    "first", ["import ampwise.trace", "import ampwise.trace.bad_steps", "from ampwise import trace"]
+)
+def test_a_name_is_the_function_in_any_order_of_imports(first):
+    code = f"""
+{first}
+import ampwise, ampwise.trace.capsule, ampwise.train.engine
+import inspect, io, pydoc
+from ampwise import trace
+from ampwise.trace.tracing import trace as same
+from ampwise.trace import bad_steps
+assert trace is ampwise.trace is same and inspect.isfunction(trace), trace
+for name in ampwise.__all__:
+    thing = getattr(ampwise, name)
+    assert inspect.isfunction(thing) or inspect.isclass(thing), name
+    if inspect.isfunction(thing):
+        shown = pydoc.plain(pydoc.render_doc(thing))
+        assert f"{{name}}(" in shown and "(*args: 'Any', **kwargs: 'Any')" not in shown, shown
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- docstrings
+
+RESULTS = {"DeviceCensus", "Run", "SearchResult"}  # not made by users
+
+
+def documented():
+    """Public functions, and classes with their public methods; not hooks, which Callback documents."""
+    for name in ampwise.__all__:
+        value = getattr(ampwise, name)
+        if inspect.isfunction(value) or name not in RESULTS:
+            yield name, value
+        for part, method in vars(value).items() if inspect.isclass(value) else ():
+            method = getattr(method, "__func__", method)
+            hook = value is not ampwise.Callback and hasattr(ampwise.Callback, part)
+            if inspect.isfunction(method) and not part.startswith("_") and not hook:
+                yield f"{name}.{part}", method
+
+
+@pytest.mark.parametrize("name", dict(documented()))
+def test_a_docstring_names_every_parameter_and_what_is_returned(name):
+    value = dict(documented())[name]
+    text = inspect.getdoc(value) or ""
+    assert text.partition("\n")[0].rstrip().endswith((".", ":", '"."')), "the first line says what it is"
+    if isinstance(value, type) and (issubclass(value, Exception | SystemExit) or value.__init__ is object.__init__):
+        return
+    signature = inspect.signature(value)
+    missing = [
+        each for each in signature.parameters if each not in ("self", "cls") and not re.search(rf"\b{each}\b", text)
+    ]
+    assert missing == []
+    if signature.return_annotation not in (inspect.Signature.empty, "None") and not isinstance(value, type):
+        assert re.search(r"\b(return|yield)", text, re.IGNORECASE)
+    for section in ("Args:", "Returns:", "Raises:"):
+        assert f"\n{section}\n    " in text or section not in text
+    assert not any(re.search(rf"^{each}: ", text, re.MULTILINE) for each in signature.parameters), "not under Args"
+
+
+@pytest.mark.parametrize("name", [name for name in ampwise.__all__ if inspect.isfunction(getattr(ampwise, name))])
+def test_what_a_function_returns_is_in_the_reference(name):
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    returned = str(inspect.signature(getattr(ampwise, name)).return_annotation)
+    ours = set(re.findall(r"[A-Z]\w+", returned)) - {"None", "Callable", "P", "R", "Tensor", "Optimizer"}
+    assert {each for each in ours if not re.search(rf"ampwise\.[\w.]*\b{each}\b", pages)} == set()
 
 
 def test_the_frameworks_are_listed(listed):

@@ -139,10 +139,10 @@ def test_without_torch_the_error_says_what_to_install():
         "import sys; sys.modules['torch'] = None\n"
         "import ampwise\n"
         "try: ampwise.census\n"
-        "except ampwise.MissingDependency as error: print(error)\n"
-        "import ampwise.trace  # from here on ampwise.trace is the package\n"
+        "except ampwise.errors.MissingDependency as error: print(error)\n"
+        "import ampwise.trace\n"
         "try: ampwise.trace(len)\n"
-        "except ampwise.MissingDependency as error: print(error)"
+        "except ampwise.errors.MissingDependency as error: print(error)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "ampwise.census needs torch" in result.stdout

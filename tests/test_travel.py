@@ -6,8 +6,10 @@ import pickle
 import pytest
 import torch
 
-from ampwise import Census, Finding, Place, census, find_format, find_rule
+from ampwise import Census, Finding, census, find_format
 from ampwise.errors import UnknownName
+from ampwise.finding import Place
+from ampwise.finding.registry import find_rule
 
 
 def finding() -> Finding:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tools.address import address_pages
 from tools.autocast_page import autocast_page
 from tools.benchmarks_page import BENCHMARKS_FOLDER, benchmark_pages, pages_with_tables
 from tools.claims_page import claims_page
@@ -27,6 +28,7 @@ from ampwise.finding.registry import built_in_rules
 
 __all__ = [
     "NOTICE",
+    "address_pages",
     "all_pages",
     "autocast_page",
     "benchmark_pages",
@@ -59,7 +61,8 @@ def main(argv: Sequence[str] | None = None, root: Path = REPOSITORY) -> int:
 
 def all_pages(root: Path) -> Pages:
     measured = {**benchmark_pages(root), **pages_with_tables(root), **peers_page(root / PEERS_RECORD)}
-    return {**rule_pages(built_in_rules()), **measured, **cli_page(), **autocast_page(root), **claims_page(root)}
+    written = {**rule_pages(built_in_rules()), **cli_page(), **autocast_page(root), **claims_page(root)}
+    return {**written, **measured, **address_pages(root)}
 
 
 def compare(pages: Pages, root: Path) -> Iterator[tuple[str, str]]:

@@ -63,7 +63,7 @@ def listing(root: Path = REPOSITORY) -> str:
         "Names": _names(source),
         "What they return": _returned(source),
         "Commands": command_lines(),
-        "Forms on disk and in JSON": form_lines(source),
+        "Forms on disk and in JSON": form_lines(source, root / "src/ampwise/cli/_schemas"),
         "The package": package_lines(root / "pyproject.toml", source),
     }
     parts = [HEADING, *("\n".join([f"\n## {title}\n", *lines]) for title, lines in sections.items())]

@@ -1312,7 +1312,7 @@ assert all(2 < gains["tf32"] < 4 for gains in gain.values())
 # And TF32 alone is two to four times faster than FP32; it is one switch,
 # `torch.set_float32_matmul_precision("high")`, and off by default for matmuls.
 #
-# Your model on your device may differ: `ampwise bench train:make` measures it, and says why if
+# Your model on your device may differ: `ampwise bench train.py:make` measures it, and says why if
 # little is gained.
 #
 # ## 9. Pitfalls

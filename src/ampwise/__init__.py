@@ -15,49 +15,35 @@ if TYPE_CHECKING:
 
     from ampwise.errors import AmpwiseError as AmpwiseError
     from ampwise.errors import BadInput as BadInput
-    from ampwise.errors import MissingDependency as MissingDependency
     from ampwise.errors import PrecisionUnavailable as PrecisionUnavailable
     from ampwise.errors import ScaleCollapsed as ScaleCollapsed
-    from ampwise.errors import UnknownName as UnknownName
-    from ampwise.errors import UnsupportedTensor as UnsupportedTensor
-    from ampwise.finding import Edit as Edit
     from ampwise.finding import Finding as Finding
-    from ampwise.finding import Place as Place
-    from ampwise.finding import Rule as Rule
-    from ampwise.finding import Severity as Severity
-    from ampwise.finding.registry import find_rule as find_rule
     from ampwise.guard.guard import Guard as Guard
     from ampwise.guard.ladder import Ladder as Ladder
     from ampwise.guard.stopping import Stopped as Stopped
-    from ampwise.hardware import Gpu as Gpu
-    from ampwise.hardware import describe_machine as describe_machine
     from ampwise.hardware import find_gpu as find_gpu
     from ampwise.numbers.census.algebra import Census as Census
-    from ampwise.numbers.census.algebra import Count as Count
     from ampwise.numbers.census.device_census import DeviceCensus as DeviceCensus
     from ampwise.numbers.census.measure import census as census
-    from ampwise.numbers.formats import BlockFormat as BlockFormat
-    from ampwise.numbers.formats import Format as Format
     from ampwise.numbers.formats import find_format as find_format
     from ampwise.numbers.formats.cast import cast as cast
-    from ampwise.report.comparison.comparison import Comparison as Comparison
     from ampwise.report.notebook import Run as Run
     from ampwise.trace.capsule.saving import Capsules as Capsules
     from ampwise.trace.tracing import trace as trace
+    from ampwise.train.callback import Callback as Callback
     from ampwise.train.engine import Engine as Engine
     from ampwise.train.float8.recipe import Fp8 as Fp8
     from ampwise.train.low_bit.optimizers import make_optimizer as make_optimizer
     from ampwise.train.precision.call_in_precision import keep as keep
     from ampwise.train.precision.policy import Policy as Policy
     from ampwise.train.scaler.grad_scaler import GradScaler as GradScaler
+    from ampwise.train.sinks import Sinks as Sinks
     from ampwise.tune.advise.advise import advise as advise
     from ampwise.tune.align.align import align as align
     from ampwise.tune.align.pad import pad_ as pad_
     from ampwise.tune.align.pad import unpad_ as unpad_
     from ampwise.tune.bench.bench import bench as bench
-    from ampwise.tune.bench.result import BenchResult as BenchResult
     from ampwise.tune.diff.diff import diff as diff
-    from ampwise.tune.diff.result import Difference as Difference
     from ampwise.tune.memory.estimate import memory as memory
     from ampwise.tune.search.result import SearchResult as SearchResult
     from ampwise.tune.search.search import search as search
@@ -65,45 +51,31 @@ if TYPE_CHECKING:
 _HOMES = {
     "AmpwiseError": "errors",
     "BadInput": "errors",
-    "BenchResult": "tune.bench.result",
-    "BlockFormat": "numbers.formats",
+    "Callback": "train.callback",
     "Capsules": "trace.capsule.saving",
     "Census": "numbers.census.algebra",
-    "Comparison": "report.comparison.comparison",
-    "Count": "numbers.census.algebra",
     "DeviceCensus": "numbers.census.device_census",
-    "Difference": "tune.diff.result",
-    "Edit": "finding",
     "Engine": "train.engine",
     "Finding": "finding",
-    "Format": "numbers.formats",
     "Fp8": "train.float8.recipe",
-    "Gpu": "hardware",
     "GradScaler": "train.scaler.grad_scaler",
     "Guard": "guard.guard",
     "Ladder": "guard.ladder",
-    "MissingDependency": "errors",
-    "Place": "finding",
     "Policy": "train.precision.policy",
     "PrecisionUnavailable": "errors",
-    "Rule": "finding",
     "Run": "report.notebook",
     "ScaleCollapsed": "errors",
     "SearchResult": "tune.search.result",
-    "Severity": "finding",
+    "Sinks": "train.sinks",
     "Stopped": "guard.stopping",
-    "UnknownName": "errors",
-    "UnsupportedTensor": "errors",
     "advise": "tune.advise.advise",
     "align": "tune.align.align",
     "bench": "tune.bench.bench",
     "cast": "numbers.formats.cast",
     "census": "numbers.census.measure",
-    "describe_machine": "hardware",
     "diff": "tune.diff.diff",
     "find_format": "numbers.formats",
     "find_gpu": "hardware",
-    "find_rule": "finding.registry",
     "keep": "train.precision.call_in_precision",
     "make_optimizer": "train.low_bit.optimizers",
     "memory": "tune.memory.estimate",
@@ -130,6 +102,17 @@ class _Frameworks:
 
 
 sys.meta_path.append(_Frameworks)
+
+
+class _Names(type(sys)):  # type: ignore[misc]
+    """The type of this module: importing the package ``ampwise.trace`` does not hide the function of that name."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, type(sys))):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Names
 
 __all__ = sorted(_HOMES)
 

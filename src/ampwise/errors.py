@@ -17,6 +17,8 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Iterable
 
+MUCH_WORSE = 0.15  # difference of two similarities, from 0 to 1
+
 __all__ = [
     "AmpwiseError",
     "BadInput",
@@ -74,14 +76,18 @@ def needs_torch(name: str) -> MissingDependency:
 
 
 def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
-    """Return the known names most similar to ``name``, best first, ignoring case.
+    """Return the known names most similar to ``name``, best first, ignoring case; those that it begins, if there are.
 
-    >>> nearest("fp61", ["fp16", "bf16", "e4m3fn"])
-    ['fp16', 'bf16']
+    >>> nearest("fp61", ["fp16", "bf16", "e4m3fn"]), nearest("ch", ["bench", "check", "checkpoints"])
+    (['fp16'], ['check', 'checkpoints'])
     """
-    import difflib  # slow to import, and needed only for an error
+    from difflib import SequenceMatcher  # slow to import, and needed only for an error
 
-    by_lower = {candidate.lower(): candidate for candidate in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.5)
-    containing = [lower for lower in by_lower if name and name.lower() in lower and lower not in close]
-    return [by_lower[lower] for lower in (close + containing)[:limit]]
+    typed, names = name.strip().lower(), list(dict.fromkeys(known))
+    if typed.strip("-") and (begun := [each for each in names if each.lower().startswith(typed)]):
+        return sorted(begun, key=len)[:limit]
+    scores = {each: SequenceMatcher(None, each.lower(), typed).ratio() for each in names}
+    enough = max([0.5, *(score - MUCH_WORSE for score in scores.values())])  # no far-fetched one beside a good one
+    close = sorted((each for each in names if scores[each] >= enough), key=lambda each: -scores[each])
+    containing = [each for each in names if typed and typed in each.lower() and each not in close]
+    return (close + containing)[:limit]

@@ -214,7 +214,7 @@ def test_checkpoints(saved, tmp_path, capsys, name):
             raw = data.encode()
             manifest["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
             sealed(folder / "checkpoint.json", folder / "checkpoint.sha256", json.dumps(manifest))
-        runs(what, capsys, "checkpoints", home, *([], ["--show"], ["--verify"], ["--json"])[number % 4])
+        runs(what, capsys, "checkpoints", home, *([], ["-v"], ["--verify"], ["--json"])[number % 4])
         loads(what, resumed, home)
         shutil.rmtree(home)
 
@@ -251,12 +251,12 @@ def test_capsules(tmp_path, capsys, monkeypatch):
     )
     home = write(tmp_path / "capsules", contents)
     text = (home / "capsule.json").read_text()
-    assert runs("as it was", capsys, "replay", home, "--build", f"{script}:make") == 0
+    assert runs("as it was", capsys, "replay", home, f"{script}:make") == 0
     codes = set()
     for what, data in forgeries(text, rounds(20, 200), seed=5):
         sealed(home / "capsule.json", home / "capsule.sha256", data)
         loads(what, read, home)
-        codes.add(runs(what, capsys, "replay", home, "--build", f"{script}:make"))
+        codes.add(runs(what, capsys, "replay", home, f"{script}:make"))
         runs(what, capsys, "replay", home)
     assert codes >= {0, 2}
 

@@ -81,7 +81,7 @@ def test_whatever_is_read(warm, tmp_path):
         home = tmp_path / f"g{number}{text(chance)}"
         shutil.copytree(guarded, home)
         changed(home / "step-00000100", MANIFEST, number, chance)
-        cases += [{"words": ["checkpoints", str(home)]}, {"words": ["checkpoints", "--show", str(home)]}]
+        cases += [{"words": ["checkpoints", str(home)]}, {"words": ["checkpoints", "-v", str(home)]}]
         told = shown(warm, cases, tmp_path)
         assert len(told) >= len(cases), seed
         assert not [(seed, words, act) for words, _, data in told if (act := acting(data))]

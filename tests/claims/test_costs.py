@@ -56,7 +56,7 @@ def test_speed_ups(compared, truth):
     "Mixed precision makes everything faster.",
     verdict="false",
     truth="Where launching kernels is what takes the time, casts are more kernels to launch: on one H200, a step of "
-    "a GPT of 1 M parameters takes 8.44 ms in FP32, 8.82 in BF16 and 11.07 in FP16. And what autocast keeps in "
+    "a GPT of 1 M parameters takes 6.02 ms in FP32, 7.65 in BF16 and 7.44 in FP16. And what autocast keeps in "
     "FP32 does not gain: in a GPT-2 124M, LayerNorm runs at 0.98 of its speed in FP32.",
 )
 def test_steps_that_get_slower(published, notes, truth):
@@ -65,7 +65,7 @@ def test_steps_that_get_slower(published, notes, truth):
         for row in published("step_tiny_gpu")
         if (row["step"], row["clip"]) == ("by hand", "1.0")
     }
-    assert by_hand["fp32"] < by_hand["bf16"] < by_hand["fp16"]
+    assert by_hand["fp32"] < min(by_hand["bf16"], by_hand["fp16"])
     said = "takes {fp32:.2f} ms in FP32, {bf16:.2f} in BF16 and {fp16:.2f} in FP16".format_map(by_hand)
     assert said in truth
     assert re.search(r"LayerNorm runs at ([\d.]+) of", truth)[1] in re.findall(

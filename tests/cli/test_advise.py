@@ -78,7 +78,7 @@ def test_the_answer_is_in_the_first_two_lines(capsys):
     ]
     assert "no        AMP701 bf16-without-tensor-cores" in lines
     assert "instead   Use FP16 with a GradScaler on this GPU, and check" in lines
-    assert any(line.startswith("to know   ampwise bench train:make --precisions fp32,fp16,bf16") for line in lines)
+    assert any(line.startswith("to know   ampwise bench train.py:make --precisions fp32,fp16,bf16") for line in lines)
     assert "          1.0–6.6×" not in lines
     assert (
         "speed-up  1.0–6.6× FP32 [derived: ceiling 8.0× by dense peaks (datasheet); the range is wide because the size"
@@ -91,7 +91,7 @@ def test_the_answer_is_in_the_first_two_lines(capsys):
 def test_of_a_family_the_variant_is_named(capsys):
     code, said = advised(capsys, "--gpu", "a100", "--params", "124M")
     assert code == 0
-    assert said.err == "a100: taken as A100 SXM 80GB; others: a100-40, a100-pcie-80\n"
+    assert said.err == "ampwise: a100 is taken as A100 SXM 80GB; others: a100-40, a100-pcie-80\n"
     assert "on A100 SXM 80GB." in said.out.splitlines()[0]
     assert advised(capsys, "--gpu", "4090")[1].err == ""
 
@@ -153,19 +153,6 @@ def test_json(capsys):
     assert (evidence["answer"], evidence["refuses"]) == ("no", "bf16")
     assert evidence["to_know"]["command"].startswith("ampwise bench")
     compile(data["code"]["torch"], "pasted", "exec")
-    assert set(data) == {
-        *("precision", "refused", "asked", "why", "loss_scale", "keep_fp32", "tf32", "compile", "speedup"),
-        *("speedup_why", "triage", "changes", "findings", "code"),
-    }
-
-
-def test_the_help_names_all_of_the_json(capsys):
-    with pytest.raises(SystemExit):
-        main(["advise", "--help"])
-    told = capsys.readouterr().out
-    _, said = advised(capsys, "--gpu", "h200", "--json")
-    data = json.loads(said.out)
-    assert all(re.search(rf"\b{key}\b", told) for key in data)
 
 
 def test_this_machine(capsys, on_a_cpu):
@@ -206,18 +193,18 @@ def test_the_names_are_listed(capsys):
         (["--gpu", "v100-sxm9"], "unknown device 'v100-sxm9'. Did you mean v100-"),
         (
             ["--gpu", "h200", "--params", "lots"],
-            "params 'lots': expected a number of parameters, such as 124M, 7B or 1.3e9.",
+            "--params lots: expected a number of parameters, such as 124M, 7B or 1.3e9.",
         ),
-        (["--gpu", "h200", "--params", "-1"], "params '-1': expected a number of parameters"),
+        (["--gpu", "h200", "--params", "-1"], "--params -1: expected a number of parameters"),
         (["--gpu", "h200", "--want", "int3"], "unknown precision 'int3'."),
         (["--gpu", "h200", "--idea", "autocast"], "unknown idea 'autocast'. Did you mean autocast-off"),
         (["--gpu", "h200", "--symptom", "nap"], "unknown symptom 'nap'. Did you mean nan"),
         (["--gpu", "h200", "--arch", "brain"], "unknown kind of model 'brain'."),
         (["--gpu", "h200", "--scaling", "some"], "scaling 'some': expected none, dynamic, manual or manual:1000."),
         (["--gpu", "h200", "--measured", "fast"], "--measured 'fast': expected a number such as 1.8."),
-        (["nowhere:make", "--gpu", "h200"], "nowhere:make: nowhere cannot be loaded"),
-        (["train", "--gpu", "h200"], "'train': expected module:function or file.py:function"),
-        (["train:make", "--params", "7B", "--gpu", "h200"], "advise(): give either a model or params"),
+        (["nowhere:make", "--gpu", "h200"], "nowhere:make: there is no module 'nowhere'."),
+        (["train", "--gpu", "h200"], "'train': expected train.py:make or train:make"),
+        (["json:dumps", "--params", "7B", "--gpu", "h200"], "advise(): give either a model or params"),
     ],
 )
 def test_nonsense_is_one_clear_line(capsys, words, message):
@@ -279,7 +266,7 @@ def test_nonsense_is_asked_again(capsys, answering):
         word for word in ("Which", "How", "What", "Which", "What") for _ in (0, 1)
     ]
     assert said.err.count("  unknown ") == 4
-    assert "  params 'many': expected a number of parameters" in said.err
+    assert "  --params many: expected a number of parameters" in said.err
     assert "a mixture of experts of 7 B parameters in FP16" in said.out
 
 

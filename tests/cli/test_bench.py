@@ -91,7 +91,7 @@ def test_json(compare):
     assert data["command"] == f"ampwise bench train.py:make {asked}"
     assert code == 0
     assert [row["label"] for row in data["rows"]] == ["fp32", "fp16"]
-    assert (data["batch"], data["subject"], data["device"]) == (6, "train.py:make", "cpu")
+    assert (data["batch"], data["name"], data["device"]) == (6, "train.py:make", "cpu")
     assert data["basis"]["step_s"] == "measured here"
 
 
@@ -128,7 +128,7 @@ def test_kept_modules_are_named(compare):
 
 
 def test_a_page_is_written_and_written_over(compare, tmp_path):
-    words = ("--precisions", "bf16", "-q", "--html", "page.html")
+    words = ("--precisions", "bf16", "-q", "-o", "page.html")
     code, out, _ = compare("train.py:make", *words)
     assert code == 0
     assert out.endswith("\nWrote page.html\n")
@@ -140,27 +140,25 @@ def test_a_page_is_written_and_written_over(compare, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("train:missing",), "train has no function 'missing'"),
+        (("train:missing",), "train.py has no function 'missing'"),
         (("train.py:needs",), "it must be callable without arguments, but requires width"),
         (("train.py:infinite",), "train.py:infinite: FP32's loss is inf before any comparison"),
         (("train.py:frozen",), "train.py:frozen: no parameter has requires_grad=True"),
         (("train.py:nothing",), "it returned None; expected a function that returns the model"),
-        (("train",), "expected module:function or file.py:function"),
+        (("train",), "expected train.py:make or train:make"),
         (("nowhere:make",), "nowhere"),
         (("train.py:make", "--precisions", "fp8"), "so fp32 has no counterpart: cpu has no FP8"),
         (("train.py:make", "--precisions", "bf61"), "unknown precision 'bf61'. Did you mean bf16"),
         (("train.py:make", "--precisions", ""), "unknown precision ''"),
-        (("train.py:make", "--batch", "0"), "expected a batch of at least 1 row, got 0"),
         (("train.py:make", "--clip", "-1"), "--clip -1: expected a norm above zero, or none."),
         (("train.py:make", "--clip", "nan"), "--clip nan: expected a norm above zero, or none."),
         (("train.py:make", "--keep", "head"), "--keep head: expected fp32=PATTERN"),
         (("train.py:make", "--keep", "fp32=*.head", "--precisions", "bf16"), "unknown module '*.head'"),
         (("train.py:make", "--optimizer", "adamm"), "unknown optimizer 'adamm'. Did you mean"),
-        (("train.py:make", "--device", "tpu9"), "--device tpu9: not available here"),
-        (("train.py:make", "--rounds", "0"), "expected rounds of at least 1, got 0"),
-        (("train.py:make", "--html", "."), "--html .: is a folder. Give a file"),
-        (("train.py:make", "--html", "no/page.html"), "--html no/page.html: there is no folder no."),
-        (("train.py:make", "--html", "train.py"), "--html train.py: exists and is not an ampwise page. Use -f"),
+        (("train.py:make", "--device", "tpu9"), "unknown device 'tpu9'"),
+        (("train.py:make", "-o", "."), "-o .: is a folder. Give a file"),
+        (("train.py:make", "-o", "no/page.html"), "-o no/page.html: there is no folder no."),
+        (("train.py:make", "-o", "train.py"), "-o train.py: exists and is not an ampwise page. Use -f"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(compare, words, said):
@@ -179,9 +177,9 @@ def test_what_is_no_number_is_refused_by_the_parser(compare):
 
 def test_force_writes_over_what_is_not_ours(compare, tmp_path):
     (tmp_path / "mine.html").write_text("mine")
-    code, _, err = compare("train.py:make", "--html", "mine.html")
+    code, _, err = compare("train.py:make", "-o", "mine.html")
     assert code == 2
     assert (tmp_path / "mine.html").read_text() == "mine"
     assert "measuring" not in err, "it is refused before minutes are spent"
-    assert compare("train.py:make", "--precisions", "bf16", "-q", "--html", "mine.html", "-f")[0] == 0
+    assert compare("train.py:make", "--precisions", "bf16", "-q", "-o", "mine.html", "-f")[0] == 0
     assert "mine" not in (tmp_path / "mine.html").read_text()[:200]

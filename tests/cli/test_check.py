@@ -4,6 +4,7 @@ import ast
 import gc
 import io
 import json
+import signal
 import subprocess
 import sys
 import types
@@ -109,7 +110,7 @@ def test_findings_are_reported_and_exit_with_1(check, write):
     code, out, err = check("--output-format", "concise")
     assert (code, err) == (1, "")
     assert out.splitlines()[0] == "a.py:2:1: AMP101 [*] [error] call-bad: call of bad"
-    assert "[*] 1 fixable with `--fix`." in out
+    assert "[*] 1 fixable with `ampwise check --fix a.py`." in out
     code, out, _ = check("a.py")
     assert "2 | bad(x)  # é" in out
     assert check("--exit-zero")[0] == 0
@@ -450,7 +451,7 @@ def test_mistakes_are_one_line_and_exit_2(check, write, words, message):
 def test_jobs_is_a_number(check, capsys, jobs):
     with pytest.raises(SystemExit):
         check("--jobs", jobs)
-    assert f"expected a number of processes of 1 or more, got {jobs!r}" in capsys.readouterr().err
+    assert f"expected a whole number of 1 or more, got {jobs!r}" in capsys.readouterr().err
 
 
 def test_the_help_names_every_key_of_the_settings(check, capsys):
@@ -476,3 +477,54 @@ def test_what_is_slow_to_import_is_not_imported_for_a_clean_file(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 []"
+
+
+# Which files
+
+
+def test_exclude_adds_to_the_settings(check, tmp_path):
+    for name in ("train.py", "tests/a.py", "old/b.py", "deep/old/c.py", "deep/d_old.py", "third/e.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(BAD)
+    (tmp_path / "ampwise.toml").write_text('extend-exclude = ["third"]\n')
+    words = ("--exclude", "old,*_old.py", "--exclude", "tests/*", "--show-files")
+    assert check(*words) == (0, "train.py\n", "")
+    assert check("--show-files", "old/b.py", "--exclude", "old") == (0, "old/b.py\n", "")  # by name, it is checked
+    assert check("--show-files", "old/b.py", "--exclude", "old", "--force-exclude") == (0, "", "")
+    code, out, _ = check("--exclude", "old,deep,tests", "--output-format", "concise")
+    assert (code, out.count("AMP101")) == (1, 1)
+
+
+def test_show_files_checks_nothing(check, tmp_path):
+    (tmp_path / "b.ipynb").write_text("not even JSON")
+    (tmp_path / "a\x1b[2J.py").write_text("def (")
+    assert check("--show-files") == (0, "a\\x1b[2J.py\nb.ipynb\n", "")
+    assert check("--show-files", "gone.py")[0] == 2
+
+
+def test_watch_checks_again_when_a_file_changes(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nscaler = torch.cuda.amp.GradScaler()\n")
+    command = [sys.executable, "-m", "ampwise", "check", "--watch", "--isolated", "--output-format", "concise"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children ignore Ctrl-C
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8"
+    )
+    signal.signal(signal.SIGINT, before)
+
+    def until(text):
+        lines = []
+        while not lines or text not in lines[-1]:
+            lines.append(process.stdout.readline())
+            assert lines[-1], lines
+        return "".join(lines)
+
+    assert "train.py:2:10: AMP310" in until("watching 1 file; Ctrl-C ends")
+    script.write_text("import torch\n")
+    assert "All checks passed!" in (said := until("watching 1 file"))
+    assert said.startswith("ampwise: train.py changed at ")
+    (tmp_path / "new.py").write_text("import torch\nscaler = torch.cuda.amp.GradScaler()\n")
+    assert "new.py:2:10: AMP310" in until("watching 2 files")
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[0].strip() == ""
+    assert process.returncode == 0

@@ -70,7 +70,7 @@ def test_verify_reads_the_files(four, capsys):
 
 def test_show_is_a_table_of_all(four, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    code, out, _ = resume(capsys, four, "--show")
+    code, out, _ = resume(capsys, four, "-v")
     lines = out.splitlines()
     assert code == 0
     assert lines[0].split() == ["name", "step", "saved", "size", "ranks", "precision", "state"]
@@ -84,7 +84,7 @@ def test_show_is_a_table_of_all(four, capsys, monkeypatch):
 def test_what_a_run_has_left_behind_is_not_called_damaged(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     mark_bad(save(tmp_path, 100), "the run was rolled back to step 50", undone=True)
-    _, out, _ = resume(capsys, tmp_path, "--show")
+    _, out, _ = resume(capsys, tmp_path, "-v")
     assert "rolled back: the run was rolled back to step 50" in out
     assert "damaged" not in out
 
@@ -106,10 +106,10 @@ def test_nothing_to_go_on_from(tmp_path, capsys):
     assert (code, err) == (1, "")
     assert (
         out
-        == f"There is no checkpoint to resume from in {tmp_path}: it is empty. A run would start from the beginning.\n"
+        == f"There is no checkpoint to resume from in {tmp_path}: it has none. A run would start from the beginning.\n"
     )
     mark_bad(save(tmp_path, 1), "bad weights")
-    code, out, _ = resume(capsys, tmp_path, "--show")
+    code, out, _ = resume(capsys, tmp_path, "-v")
     assert code == 1
     assert out.endswith("all are damaged. A run would refuse to start: give it another directory.\n")
     code, out, _ = resume(capsys, tmp_path, "--json")
@@ -143,7 +143,7 @@ def test_a_folder_that_is_none_of_ours(tmp_path, capsys, name, text):
 def test_what_a_checkpoint_says_is_not_believed_by_the_terminal(tmp_path, capsys):
     save(tmp_path, 1, precision="\x1b[2J[red]x[/red]\n" + "y" * 100)
     mark_bad(save(tmp_path, 2), "\x1b[31mbad\n")
-    for words in ((), ("--show",)):
+    for words in ((), ("-v",)):
         _, out, _ = resume(capsys, tmp_path, *words)
         assert "\x1b" not in out
         assert "[red]" in out
@@ -155,7 +155,7 @@ def test_nothing_is_changed(four, capsys):
         return sorted((path, path.stat().st_mtime_ns) for path in four.rglob("*"))
 
     before = everything()
-    for words in ((), ("--show", "--verify"), ("--json",)):
+    for words in ((), ("-v", "--verify"), ("--json",)):
         resume(capsys, four, *words)
     assert everything() == before
     assert len(checkpoints(four)) == 4
@@ -164,7 +164,7 @@ def test_nothing_is_changed(four, capsys):
 def test_torch_stays_out(four):
     code = (
         "import sys\nfrom ampwise.cli import main\n"
-        f"main(['resume', {str(four)!r}, '--show', '--verify'])\nprint('torch' in sys.modules)"
+        f"main(['checkpoints', {str(four)!r}, '-v', '--verify'])\nprint('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
@@ -173,4 +173,4 @@ def test_torch_stays_out(four):
 def test_help_has_examples(capsys):
     with pytest.raises(SystemExit):
         main(["checkpoints", "--help"])
-    assert "ampwise checkpoints checkpoints --show" in capsys.readouterr().out
+    assert "ampwise checkpoints checkpoints -v" in capsys.readouterr().out

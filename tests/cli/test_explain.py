@@ -38,20 +38,18 @@ def test_the_page():
         "AMP101 clip-scaled-grads (error, off by default)\n"
         "Gradients are clipped while still scaled\n"
         "\n"
+        "Fix\n"
+        "  Call scaler.unscale_(optimizer) first.\n"
+        "\n"
+        "Example\n"
+        "  - for x in data:\n"
+        "  -     clip_grad_norm_(parameters, 1.0)\n"
+        "  + $ ampwise explain [red]\n"
+        "\n"
         "Why\n"
         "  The threshold is 65536 times too small. The threshold is 65536 times too\n"
         "  small. The threshold is 65536 times too small. The threshold is 65536 times\n"
         "  too small.\n"
-        "\n"
-        "Fix\n"
-        "  Call scaler.unscale_(optimizer) first.\n"
-        "\n"
-        "Bad\n"
-        "  for x in data:\n"
-        "      clip_grad_norm_(parameters, 1.0)\n"
-        "\n"
-        "Good\n"
-        "  $ ampwise explain [red]\n"
         "\n"
         "More\n"
         "  https://example.org/AMP101\n"
@@ -85,15 +83,14 @@ def test_every_rule_is_explained_by_code_and_by_name(rule, capsys):
     by_code = capsys.readouterr().out
     assert main(["explain", rule.name]) == 0
     assert capsys.readouterr().out == by_code
-    assert by_code.startswith(f"{rule.code} {rule.name} ({rule.severity}")
+    assert by_code.startswith(f"{rule.code} {rule.name} ({rule.severity.word}")
+    assert by_code.count("\n") <= 30, "one screen"
 
 
 def test_json(capsys):
     rule = all_rules()[0]
     assert main(["explain", rule.code, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [{**rule.as_dict(), "found_by": ["ampwise check", "ampwise run"]}]
-    for key in (*rule.as_dict(), "found_by"):
-        assert key in explain.__doc__, "the help names every key"
 
 
 def test_an_unknown_rule_is_one_line_and_exit_2(capsys):

@@ -183,22 +183,12 @@ def test_json(capsys):
     assert (mxfp4["element"], mxfp4["scale"], mxfp4["block_size"]) == ("e2m1", "e8m0", 32)
 
 
-def test_the_help_names_every_key(capsys):
-    with pytest.raises(SystemExit):
-        main(["formats", "--help"])
-    described = capsys.readouterr().out
-    for fmt in (FORMATS["fp16"], BLOCK_FORMATS["nvfp4"]):
-        assert all(key in described for key in fmt.as_dict())
-
-
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_an_unknown_name_is_one_line(capsys, more):
     assert main(["formats", "fp16", "fp17", *more]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == (
-        "ampwise: error: unknown format 'fp17'. Did you mean fp16 or fp8 or fp6? `ampwise formats` lists them all.\n"
-    )
+    assert err == ("ampwise: error: unknown format 'fp17'. Did you mean fp16? `ampwise formats` lists them all.\n")
 
 
 @pytest.mark.parametrize("words", [[], ["fp16", "nvfp4"], ["--json"]])

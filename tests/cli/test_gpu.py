@@ -141,15 +141,6 @@ def test_the_help_says_when_it_exits_with_1(capsys):
     ) in described
 
 
-def test_the_help_names_every_key(on, capsys):
-    with pytest.raises(SystemExit):
-        main(["gpu", "--help"])
-    described = capsys.readouterr().out
-    here = machine(device("NVIDIA H200", "9.0"))
-    records = (here, here.torch, here.devices[0], here.devices[0].gpu)
-    assert [key for record in records for key in record.as_dict() if key not in described] == []
-
-
 def test_bf16_claimed_and_emulated_is_said(on, capsys):
     on(machine(device("Tesla V100-SXM2-16GB", "7.0")))
     assert main(["gpu"]) == 0
@@ -246,8 +237,7 @@ def test_list_as_json(capsys):
         ),
         (
             ["--want", "fp9"],
-            "unknown format 'fp9'. Did you mean fp8 or fp16 or nvfp4? "
-            "--want takes tf32, fp16, bf16, fp8, mxfp8, mxfp4, nvfp4.",
+            "unknown format 'fp9'. Did you mean fp8 or fp16? --want takes tf32, fp16, bf16, fp8, mxfp8, mxfp4, nvfp4.",
         ),
         (["h200", "--list"], "gpu h200 --list: give a NAME or --list, not both"),
         (
@@ -275,4 +265,4 @@ def test_of_a_family_the_most_common_variant_is_shown_and_named(capsys):
     assert main(["gpu", "h100", "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["id"] == "h100-sxm"
-    assert said.err == "h100: taken as H100 SXM5 80GB; others: h100-pcie, h100-nvl\n"
+    assert said.err == "ampwise: h100 is taken as H100 SXM5 80GB; others: h100-pcie, h100-nvl\n"

@@ -116,8 +116,8 @@ def of_run(folder):
 def of_replay(folder):
     yield given("replay", saved := capsule(folder / f"capsules{NAME}"))
     yield given("replay", saved, "--json")
-    yield given("replay", saved, "--build", "train:fails")
-    yield given("replay", saved, "--build", "train:odd")
+    yield given("replay", saved, "train:fails")
+    yield given("replay", saved, "train:odd")
     yield given("replay", folder / f"capsules{NAME}")
     named = ("precision", "build", "device", "version", "step", "build_args", "findings")
     for name in named:
@@ -139,6 +139,7 @@ def of_records(folder, command):
         yield given("watch", first, env={"TERM": "dumb"})
         return
     yield given("report", first)
+    yield given("report", folder)
     yield given("report", first, second)
     yield given("report", first, "--json")
     yield given("report", first, second, "--json")
@@ -151,12 +152,12 @@ def of_records(folder, command):
 
 def of_resume(folder):
     saved = checkpoints(folder / f"saved{NAME}")
-    for options in ([], ["--show"], ["--verify"], ["--json"]):
+    for options in ([], ["-v"], ["--verify"], ["--json"]):
         yield given("checkpoints", saved, *options)
     newest = saved / "step-00000100"
     (newest / MANIFEST).write_text(json.dumps(poisoned(json.loads((newest / MANIFEST).read_text()))))
     yield given("checkpoints", saved)
-    yield given("checkpoints", saved, "--show")
+    yield given("checkpoints", saved, "-v")
     yield given("checkpoints", newest)
 
 
@@ -166,23 +167,40 @@ def of_a_model(command, *options):
     yield given(command, "train:make", *options, "--json")
 
 
+def of_init(folder):
+    """A script whose names, texts and errors act on a terminal, read and run."""
+    net = f"from torch import nn\ndef build():  {COMMENT}\n    raise ValueError({TEXT!r})\n"
+    loop = (
+        f"def main(x):\n    model = build()\n    for x in [{TEXT!r}]:\n        model({TEXT!r}, x).backward()\nmain(1)\n"
+    )
+    for name in ("plain", NAME):
+        place = folder / f"{name}.py"
+        place.write_text(net + loop, "utf-8", "surrogateescape")
+        yield given("init", "--no-run", "-f", place, "-o", folder / "made.py")
+        yield given("init", "--no-run", "-f", place, "-o", folder / f"{NAME}.py")
+    yield given("init", "-f", folder / "plain.py", "-o", folder / "made.py")
+
+
 CASES = {
     "advise": lambda _: of_a_model("advise"),
     "align": lambda _: of_a_model("align", "--gpu", "h200"),
     "check": of_check,
+    "completion": lambda _: [given("completion", shell) for shell in ("bash", "zsh", "fish")],
     "bench": lambda _: of_a_model("bench", "--precisions", "fp32,bf16", "--rounds", "1", "--steps", "1"),
-    "diff": lambda _: of_a_model("diff", "--no-floor", "--ops", "--all"),
+    "diff": lambda _: of_a_model("diff", "--no-floor", "--ops", "-v"),
     "explain": lambda _: [given("explain", "AMP101")],
     "formats": lambda _: [given("formats"), given("formats", "fp16", "mxfp8")],
     "gpu": lambda _: [given("gpu", setup=MACHINE), given("gpu", "--json", setup=MACHINE), given("gpu", "h200")],
     "mcp": lambda folder: [given("mcp", "--root", folder / NAME)],
+    "init": of_init,
     "memory": lambda _: of_a_model("memory", "--no-largest"),
     "replay": of_replay,
     "report": lambda folder: of_records(folder, "report"),
     "checkpoints": of_resume,
     "run": of_run,
-    "search": lambda folder: of_a_model("search", "--batches", "1", "--trials", "2", "-f", "--out", folder / NAME),
-    "skill": lambda folder: [given("skill"), given("skill", "--out", folder / NAME)],
+    "schema": lambda _: [given("schema", NAME)],
+    "search": lambda folder: of_a_model("search", "--batches", "1", "--trials", "2", "-f", "-o", folder / NAME),
+    "skill": lambda folder: [given("skill"), given("skill", "-o", folder / NAME)],
     "watch": lambda folder: of_records(folder, "watch"),
 }
 

@@ -45,9 +45,9 @@ def make(width=4, times=1.0):
     return model, loss_fn
 
 def make_none(): return None
-def make_three(): return 1, 2, 3
+def make_five(): return 1, 2, 3, 4, 5
 def make_text(): return "model", print
-def make_half(): return torch.nn.Linear(1, 1), "loss"
+def make_half(): return torch.nn.Linear(1, 1), (1, 2), "loss"
 def make_wide(width): return make(width + 1)
 def make_other(width): return torch.nn.Linear(width, width), print
 def make_double(width):
@@ -134,18 +134,18 @@ def overflowing():
     return torch.full((3, 4), 300.0), model  # 4 · 300 · 300 is more than FP16 holds
 
 
-MAKE = ("--build", "train:make")
+MAKE = "train:make"
 
 
-def replay(capsys, *words, build=MAKE):
-    code = main(["replay", *words, *(() if "--build" in words else build)])
+def replay(capsys, path, *words, make=MAKE):
+    code = main(["replay", path, *([] if make is None else [make]), *words])
     out = capsys.readouterr()
     return code, out.out, out.err
 
 
-def refused(capsys, *words, build=MAKE):
+def refused(capsys, path, *words, make=MAKE):
     """The one line of an error."""
-    code, out, err = replay(capsys, *words, build=build)
+    code, out, err = replay(capsys, path, *words, make=make)
     assert (code, out) == (2, "")
     last = err.splitlines()[-1]
     assert last.startswith("ampwise: error: ")
@@ -236,7 +236,7 @@ def test_without_weights_those_of_the_model_are_used(here, capsys):
 
 
 def test_the_model_alone_will_do(here, capsys):
-    code, out, _ = replay(capsys, saved(*overflowing()), "--build", "train:make_alone")
+    code, out, _ = replay(capsys, saved(*overflowing()), make="train:make_alone")
     assert code == 1
     assert "half-overflow" in out
     assert "There is no loss function: the backward pass starts at the sum of the model's outputs." in out
@@ -244,27 +244,37 @@ def test_the_model_alone_will_do(here, capsys):
 
 def test_of_the_model_alone_the_sum_of_the_outputs_is_reported(here, capsys):
     path = saved(*overflowing())
-    _, out, _ = replay(capsys, path, "--build", "train:make_alone", "--precision", "fp32")
+    _, out, _ = replay(capsys, path, "--precision", "fp32", make="train:make_alone")
     assert out.startswith("finite in fp32 on cpu: the sum of the outputs is 4.32e+06, and all 1 gradients are finite.")
     assert "loss" not in out
 
 
 def test_another_precision_holds_for_autocast_in_the_model_too(here, capsys):
     path = saved(*overflowing(), precision="", scale=1.0)  # there was no autocast around the model
-    build = ("--build", "train:make_autocasting")
-    code, out, err = replay(capsys, path, *build)
+    make = "train:make_autocasting"
+    code, out, err = replay(capsys, path, make=make)
     assert (code, "half-overflow" in out, "ampwise: step 12 on cpu" in err) == (1, True, True)
     for precision in ("bf16", "fp32"):
-        code, out, _ = replay(capsys, path, *build, "--precision", precision)
+        code, out, _ = replay(capsys, path, "--precision", precision, make=make)
         assert (code, out.partition(":")[0]) == (0, f"finite in {precision} on cpu")
         assert "it depends on something" not in out
 
 
 def test_as_a_command(here, warm):
     path = saved(*overflowing())
-    done = warm.run("-m", "ampwise", "replay", path, *MAKE, "--output-format", "concise", cwd=here)
+    done = warm.run("-m", "ampwise", "replay", path, MAKE, "--output-format", "concise", cwd=here)
     assert done.returncode == 1
     assert "AMP" in done.stdout
+
+
+def test_the_make_function_of_the_other_commands_will_do(here, capsys):
+    """It returns a batch, too; a capsule with another number of arguments holds those of the model."""
+    code = "\ndef make_case(width=4):\n    model, loss_fn = make(width)\n    return model, (None, None), loss_fn\n"
+    (here / "train.py").write_text(f"{SCRIPT}{code}")
+    assert replay(capsys, saved(*overflowing()), make="train.py:make_case")[0] == 1
+    code = "\ndef make_case(width=4): return make_alone(width), (1, 2, 3), print\n"
+    (here / "train.py").write_text(f"{SCRIPT}{code}")
+    assert "half-overflow" in replay(capsys, saved(*overflowing()), make="train.py:make_case")[1]
 
 
 # Whose code is run
@@ -273,18 +283,18 @@ def test_as_a_command(here, warm):
 def test_nothing_is_called_only_because_a_capsule_names_it(here, trap, capsys):
     (here / "their's.py").write_text((trap / "trap.py").read_text())
     path = saved(*overflowing(), build="their's.py:make", build_args={"width": 4, "times": 1.0})
-    said = refused(capsys, path, "--precision", "fp32", build=())
+    said = refused(capsys, path, "--precision", "fp32", make=None)
     assert said == (
         "ampwise: error: the capsule suggests calling make(width=4, times=1.0) from their's.py, which needs your "
-        "consent. To call it, run: ampwise replay capsules/step-000012 --build "
+        "consent. To call it, run: ampwise replay capsules/step-000012 "
         """'their'"'"'s.py:make' --precision fp32"""
     )
 
 
 def test_what_is_said_to_type_works(here, capsys):
-    said = refused(capsys, saved(*overflowing()), build=())
+    said = refused(capsys, saved(*overflowing()), make=None)
     words = shlex.split(said.partition("run: ")[2])
-    assert words == ["ampwise", "replay", "capsules/step-000012", "--build", "train:make"]
+    assert words == ["ampwise", "replay", "capsules/step-000012", "train:make"]
     assert main(words[1:]) == 1
 
 
@@ -309,7 +319,7 @@ def test_in_a_terminal_one_is_asked(here, capsys, monkeypatch, answer, code):
 
 def test_without_a_terminal_to_read_the_question_an_answer_counts_for_nothing(here, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Terminal("y\n"))  # and standard error is a file
-    assert "which needs your consent" in refused(capsys, saved(*overflowing()), build=())
+    assert "which needs your consent" in refused(capsys, saved(*overflowing()), make=None)
 
 
 def test_the_question_shows_all_arguments_and_no_control_characters(here, capsys, monkeypatch):
@@ -330,18 +340,18 @@ def test_functions_of_packages_and_files_in_the_folder_are_suggested(here, capsy
     (here / "own" / "deep" / "net.py").write_text(SCRIPT)
     for build in ("own.deep.net:make", "own/deep/net.py:make"):
         path = saved(*overflowing(), build=build)
-        said = refused(capsys, path, build=())
+        said = refused(capsys, path, make=None)
         assert "make(width=4) from own/deep/net.py, " in said
-        assert said.endswith(f"--build {build}")
-        assert replay(capsys, path, "--build", build)[0] == 1
+        assert said.endswith((f"step-000012 {build}", f"step-000012-2 {build}"))
+        assert replay(capsys, path, make=build)[0] == 1
 
 
 def test_the_users_choice_goes_first_and_may_be_anywhere(here, capsys, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "their_script.py"
     elsewhere.write_text(SCRIPT)
     path = saved(*overflowing(), build=None)
-    assert replay(capsys, path, "--build", f"{elsewhere}:make")[0] == 1
-    code, _, err = replay(capsys, path, "--build", "train:make")
+    assert replay(capsys, path, make=f"{elsewhere}:make")[0] == 1
+    code, _, err = replay(capsys, path, make="train:make")
     assert code == 1
     assert "ampwise: calling make(width=4) from train, with the capsule's arguments\n" in err
 
@@ -353,23 +363,23 @@ def test_nothing_in_the_capsules_folder_is_imported(here, trap, capsys, monkeypa
     for name in ("evil.py", "__init__.py", "helper.py"):
         (path / name).write_text(evil)
     inside = "the file is inside the capsule's folder, and no code from there is run"
-    assert inside in refused(capsys, str(path), build=())
-    assert inside in refused(capsys, str(path), "--build", f"{path}/evil.py:make")
+    assert inside in refused(capsys, str(path), make=None)
+    assert inside in refused(capsys, str(path), make=f"{path}/evil.py:make")
     (here / "linked.py").symlink_to(path / "evil.py")
-    assert inside in refused(capsys, str(path), "--build", "linked.py:make")
+    assert inside in refused(capsys, str(path), make="linked.py:make")
 
     package = path.rename(here / "their_yaml")  # as a package that the user's file wants
     (here / "wants.py").write_text(f"import their_yaml\n{SCRIPT}")
     nothing = "nothing is imported from there"
-    assert nothing in refused(capsys, str(package), "--build", "wants:make")
-    assert nothing in refused(capsys, str(package), "--build", "their_yaml.evil:make")
+    assert nothing in refused(capsys, str(package), make="wants:make")
+    assert nothing in refused(capsys, str(package), make="their_yaml.evil:make")
     (here / "wants.py").write_text(f"import helper\n{SCRIPT}")
     monkeypatch.chdir(package)  # where Python would find modules first
     for module in ("evil", "helper"):
-        assert nothing in refused(capsys, ".", "--build", f"{module}:make")
+        assert nothing in refused(capsys, ".", make=f"{module}:make")
     monkeypatch.syspath_prepend(package)
-    assert nothing in refused(capsys, ".", "--build", f"{here}/wants.py:make")
-    assert replay(capsys, ".", "--build", f"{here}/train.py:make")[0] == 1
+    assert nothing in refused(capsys, ".", make=f"{here}/wants.py:make")
+    assert replay(capsys, ".", make=f"{here}/train.py:make")[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -386,7 +396,7 @@ def test_build_args_are_plain_data_that_one_can_read(here, capsys, arguments, sa
     with pytest.raises(BadInput, match=re.escape(said)):
         saved(*overflowing(), build_args=arguments)
     with pytest.raises(BadInput, match=re.escape(said)):
-        ampwise.Capsules("capsules", build="train:make", arguments=arguments)
+        ampwise.Capsules("capsules", make="train:make", arguments=arguments)
 
 
 def test_build_args_of_a_forged_capsule(here, capsys):
@@ -440,7 +450,7 @@ def test_nothing_outside_of_the_folder_is_run(here, trap, capsys, monkeypatch):
         "torch.hub:load",
     ):
         said = refused(
-            capsys, saved(*overflowing(), build=build, build_args={"command": "true", "args": ["true"]}), build=()
+            capsys, saved(*overflowing(), build=build, build_args={"command": "true", "args": ["true"]}), make=None
         )
         assert (
             f"the capsule names the function {build!r}, which is not in a file of yours in {here}, so it is not run"
@@ -451,12 +461,12 @@ def test_nothing_outside_of_the_folder_is_run(here, trap, capsys, monkeypatch):
 def test_a_folder_of_what_is_installed_is_not_the_users(here, capsys, monkeypatch):
     path = Path(saved(*overflowing(), build="timeit:main")).resolve()
     monkeypatch.chdir(Path(os.__file__).parent)
-    assert "which is not in a file of yours" in refused(capsys, str(path), build=())
+    assert "which is not in a file of yours" in refused(capsys, str(path), make=None)
 
 
 def test_only_functions_that_the_file_itself_defines(here, capsys):
     path = saved(*overflowing(), build="train:system", build_args={"command": "echo hacked > hacked"})
-    assert "train.py does not define it" in refused(capsys, path, build=())
+    assert "train.py does not define it" in refused(capsys, path, make=None)
     assert not (here / "hacked").exists()
     assert "train" not in sys.modules
 
@@ -469,21 +479,21 @@ def test_a_module_of_another_place_is_not_taken_for_it(here, capsys, monkeypatch
         assert main(["replay", saved(*overflowing(), build="json:make")]) == 2
         said = sys.stderr.getvalue()
     assert (
-        "json is another module, not the file in the current folder, so it is not used. Give --build json.py:make"
+        "json is another module, not the file in the current folder, so it is not used. Name the file: json.py:make"
         in said
     )
-    assert replay(capsys, saved(*overflowing()), "--build", "json.py:make")[0] == 1
+    assert replay(capsys, saved(*overflowing()), make="json.py:make")[0] == 1
 
 
 def test_who_builds_has_to_be_said(here, capsys):
-    said = refused(capsys, saved(*overflowing(), build=None), build=())
+    said = refused(capsys, saved(*overflowing(), build=None), make=None)
     assert said.endswith(
-        "the capsule does not say which function builds its model. Give --build: module:function or file.py:function, "
-        "such as train:make."
+        "the capsule does not say which function makes its model. Add MAKE: train.py:make or train:make, a function of "
+        "yours; `ampwise init train.py` writes one."
     )
     for wrong in ("train", "train.py", "train:make()", "tr-ain:make"):
-        assert f"--build {wrong!r}: expected module:function" in refused(
-            capsys, saved(torch.ones(2, 4)), "--build", wrong
+        assert f"{wrong!r}: expected train.py:make or train:make" in refused(
+            capsys, saved(torch.ones(2, 4)), make=wrong
         )
 
 
@@ -500,8 +510,8 @@ def test_python_is_left_as_it_was(here, capsys):
     ("function", "said"),
     [
         ("gone", "train.py has no function 'gone'."),
-        ("make_none", "make_none() returned None; expected `return model, loss_fn`."),
-        ("make_three", "make_three() returned a tuple of 3; expected `return model, loss_fn`."),
+        ("make_none", "make_none() returned None; expected `return model, batch, loss_fn`, `return model, loss_fn` or"),
+        ("make_five", "make_five() returned a tuple of 5; expected `return model, batch, loss_fn`"),
         ("make_text", "the model that make_text() returned is a str; expected `return"),
         ("make_half", "the loss_fn that make_half() returned is a str; expected `return"),
         (
@@ -533,35 +543,35 @@ def test_python_is_left_as_it_was(here, capsys):
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_what_the_builder_does_wrong_is_reported_in_a_line(here, capsys, function, said):
-    needs_no_width = function in ("make_none", "make_three", "make_text", "make_half")
+    needs_no_width = function in ("make_none", "make_five", "make_text", "make_half")
     path = saved(*overflowing(), build_args={} if needs_no_width else {"width": 4})
-    assert said in refused(capsys, path, "--build", f"train.py:{function}")
+    assert said in refused(capsys, path, make=f"train.py:{function}")
 
 
 def test_scripts_that_cannot_be_loaded(here, capsys):
     path = saved(*overflowing())
     (here / "broken.py").write_text("def make(:\n")
-    (here / "needy.py").write_text("import a_module_that_is_not_there\n")
-    assert "broken cannot be loaded: SyntaxError" in refused(capsys, path, "--build", "broken:make")
+    (here / "needy.py").write_text("import a_module_that_is_not_there\ndef make(): ...\n")
+    assert "broken cannot be loaded: SyntaxError" in refused(capsys, path, make="broken:make")
     assert "needy cannot be loaded: ModuleNotFoundError: No module named 'a_module_that_is_not_there' (needy.py:1)" in (
-        refused(capsys, path, "--build", "needy:make")
+        refused(capsys, path, make="needy:make")
     )
-    assert "ModuleNotFoundError: No module named 'gone'" in refused(capsys, path, "--build", "gone:make")
-    assert "FileNotFoundError: there is no file gone.py" in refused(capsys, path, "--build", "gone.py:make")
+    assert "there is no module 'gone'" in refused(capsys, path, make="gone:make")
+    assert "there is no file gone.py" in refused(capsys, path, make="gone.py:make")
 
 
 def test_precisions_and_devices_that_there_are_not(here, capsys):
     path = saved(*overflowing())
     said = refused(capsys, path, "--precision", "fp61")
     assert "unknown precision 'fp61'. Did you mean fp16" in said
-    assert "A replay runs in fp32, tf32, fp16, bf16, and emulate:mxfp8 or another format." in said
+    assert "--precision takes fp32, tf32, fp16, bf16, emulate:mxfp8." in said
     said = refused(capsys, path, "--precision", "fp8")
     assert "--precision fp8: it needs special layers or weights. A replay runs in fp32, tf32" in said
     assert "unknown format 'e4m4'" in refused(capsys, path, "--precision", "emulate:e4m4")
     assert "--precision tf32: " in refused(capsys, path, "--precision", "tf32")
     assert "Give --precision: fp32 or fp16 or bf16" in refused(capsys, saved(*overflowing(), precision="tf32"))
     assert r"unknown precision 'fp\x1b[2J'" in refused(capsys, saved(*overflowing(), precision="fp\x1b[2J"))
-    assert "--device nowhere: not available here" in refused(capsys, path, "--device", "nowhere")
+    assert "unknown device 'nowhere'" in refused(capsys, path, "--device", "nowhere")
     if not torch.cuda.is_available():
         assert "--device cuda: not available here" in refused(capsys, path, "--device", "cuda")
         code, _, err = replay(capsys, saved(*overflowing(), device="cuda"))
@@ -589,4 +599,4 @@ def test_the_help_shows_how_to_write_a_builder(capsys):
         main(["replay", "--help"])
     out = capsys.readouterr().out
     assert "return model, loss_fn" in out
-    assert "--build FUNCTION" in out
+    assert "ampwise init train.py" in out

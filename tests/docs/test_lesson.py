@@ -8,8 +8,8 @@ from pathlib import Path
 import jupytext
 import pytest
 
-from ampwise import find_rule
 from ampwise.cli import main
+from ampwise.finding.registry import find_rule
 
 ROOT = Path(__file__).parents[2]
 LESSON = ROOT / "docs" / "lesson" / "mixed_precision.py"

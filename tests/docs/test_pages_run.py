@@ -1,6 +1,7 @@
 """The start, the guides and the concepts: examples run and say what is shown, and numbers are the code's."""
 
 import json
+import logging
 import re
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ def folder(tmp_path, monkeypatch):
     for name in ("COLUMNS", "GITHUB_ACTIONS"):  # these change what is printed
         monkeypatch.delenv(name, raising=False)
     yield tmp_path
+    logging.getLogger("ampwise").setLevel(logging.NOTSET)  # a page shows how to silence it
     for path in tmp_path.glob("*.py"):  # the next page may have another train.py
         sys.modules.pop(path.stem, None)
 
@@ -39,6 +41,14 @@ def folder(tmp_path, monkeypatch):
 )
 def test_a_page_does_what_it_shows(page, folder, warm):
     Reading(page, folder, warm).go()
+
+
+@pytest.mark.parametrize("word", ["check", pytest.param("run", marks=pytest.mark.nightly)])
+def test_the_commands_of_the_readme_do_what_it_shows(word, folder, warm):
+    (folder / "examples").symlink_to(ROOT / "examples")
+    fences = [piece for piece in pieces(ROOT / "README.md") if piece.text.startswith(f"$ ampwise {word} ")]
+    assert len(fences) == 1
+    Reading(ROOT / "README.md", folder, warm)._console(fences[0])
 
 
 def test_few_examples_are_not_run():
@@ -112,13 +122,6 @@ def test_the_table_of_fp8_is_the_benchmarks():
     told = "{1} to {0} % of these peaks by ampwise's layers and {3} to {2} % by torchao's"
     shares = [*shrunk["ampwise current"], *shrunk["torchao tensorwise"]]
     assert told.format(*shares) in " ".join((DOCS / "guides" / "fp8.md").read_text(encoding="utf-8").split())
-
-
-def test_the_first_page_shows_what_the_start_does():
-    first, start = ((DOCS / name).read_text(encoding="utf-8") for name in ("index.md", "start.md"))
-    shown = first.partition("```console\n")[2].partition("…\n```")[0].splitlines()
-    assert len(shown) > 4
-    assert {*shown} <= {*start.splitlines()}
 
 
 def test_the_table_of_memory_is_the_benchmarks():
@@ -236,3 +239,17 @@ def test_a_page_that_is_wrong_is_reported_with_its_line(wrong, why, folder, warm
     with pytest.raises((AssertionError, ValueError, SyntaxError), match=why) as caught:
         Reading(page, folder, warm).go()
     assert re.fullmatch(r"page.md, the fence at line \d+", caught.value.__notes__[-1])
+
+
+def test_what_was_found_in_public_code_adds_up():
+    text = (DOCS / "found.md").read_text(encoding="utf-8")
+    real, arguable, false, deprecated = (int(row[1]) for row in rows_of("found.md", "judgement"))
+    links = [
+        re.findall(r"^(?:- |\| )\[\S+ `.+?:\d+`\]\(https://github\.com/\S+/blob/[0-9a-f]{40}/\S+#L\d+\)", part, re.M)
+        for part in text.split("\n## ")[1:4]
+    ]
+    assert [len(part) for part in links] == [real, arguable, false]
+    repositories = [list(map(int, row[2:])) for row in rows_of("found.md", "repository")]
+    assert [sum(column) for column in zip(*repositories, strict=True)] == [real, arguable, false, deprecated]
+    tally = f"{len(repositories)} repositories, {real + arguable + false} findings that needed judgement: {real} real, "
+    assert f"{tally}{arguable} arguable, {false} false" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -181,7 +181,8 @@ def test_fp8_is_emulated_where_there_is_none_and_learns_all_the_same(run):
     assert any(wide != narrow for wide, narrow in losses)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+# Not the demo, which is written as most people write scripts.
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "broken_gpt.py"])
 def test_help_says_how_to_run_it(load, capfd, monkeypatch, name):
     monkeypatch.syspath_prepend(EXAMPLES)  # as for a script that is run
     monkeypatch.setattr(sys, "argv", [name, "--help"])
@@ -198,6 +199,6 @@ def test_help_says_how_to_run_it(load, capfd, monkeypatch, name):
 
 def test_every_script_is_in_the_readme_once():
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^\| \[(\w+\.py)\]\(\1\) \|", readme, re.MULTILINE)) == SCRIPTS
+    assert sorted(re.findall(r"^\| \[(\w+\.py)\]\(\1\)[^|]* \|", readme, re.MULTILINE)) == SCRIPTS
     for folder in (path.parent.name for path in EXAMPLES.glob("*/README.md")):
         assert f"({folder}/README.md)" in readme

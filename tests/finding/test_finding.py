@@ -133,7 +133,9 @@ def test_finding_and_rule_as_data_are_plain_json():
         "safe": False,
     }
     as_data = json.loads(json.dumps(rule.as_dict()))
-    assert as_data == {**GOOD, "severity": "error", "on_by_default": True, "url": None, "fixable": "sometimes"}
+    assert as_data == {**GOOD, "severity": "error", "on_by_default": True, "url": None, "fixable": "sometimes"} | {
+        "consequence_of": []
+    }
 
 
 @pytest.mark.parametrize(

@@ -282,12 +282,12 @@ def test_a_stop_says_how_to_look_and_how_to_go_on():
     stopped = TrainingStopped(step=6, cause="NaN", tried=("skip",), capsule="my run/c", checkpoint="run/step-5")
     assert stopped.fields["exit_code"] == 70
     assert stopped.advice == (
-        "Replay the bad step: `ampwise replay 'my run/c' --build train.py:make`, replacing train.py:make with your "
+        "Replay the bad step: `ampwise replay 'my run/c' train.py:make`, replacing train.py:make with your "
         "function that builds the model. Fix the cause, then start the same command again: it continues from "
         "run/step-5."
     )
     known = TrainingStopped(step=6, cause="NaN", tried=("skip",), capsule="c", build="my net.py:make")
-    assert "step: `ampwise replay c --build 'my net.py:make'`. Fix" in known.advice
+    assert "step: `ampwise replay c 'my net.py:make'`. Fix" in known.advice
     assert TrainingStopped(step=6, cause="NaN", tried=()).advice == (
         "Fix the cause, then start the same command again: it starts over, because there is no good checkpoint."
     )
@@ -417,7 +417,7 @@ def test_a_function_that_fails_is_said_once_and_called_again(capsys, error):
     told.close()
     assert tried == [SKIPPED, LATE]
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "on_event" in line]
-    said = "ampwise: warning: on_event failed; it will be called with the next event all the same: "
+    said = "ampwise: on_event failed; it will be called with the next event all the same: "
     assert line.startswith(said + type(error).__name__)
     assert "\x1b" not in line
 
@@ -523,7 +523,7 @@ def test_a_rule_that_fails_stops_nothing(monkeypatch, capsys):
     told.report(RankLost(step=7, waited=3.0, error="gone", checkpoint="run/step-5"))
     assert len(told.events) == 1
     assert [finding.rule.code for finding in told.findings] == ["AMP814"], "the other rules are still checked"
-    assert "warning: AMP814 failed to check a RankLost: TypeError('of a plugin')" in capsys.readouterr().err
+    assert "ampwise: AMP814 failed to check a RankLost: TypeError('of a plugin')" in capsys.readouterr().err
 
 
 def test_fields_that_are_nested_deeply_are_refused():

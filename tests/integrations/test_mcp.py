@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -30,6 +31,7 @@ from ampwise.integrations.mcp_server import (
     NEEDS_ALLOW_RUN,
     READS_ONLY,
     TOO_LATE,
+    AgentTools,
     make_server,
     need_mcp,
 )
@@ -142,8 +144,16 @@ def test_the_tools_and_what_they_say_of_themselves(project):
     for name, tool in tools.items():
         assert COMMAND_OF_TOOL.get(name, name) in commands()
         assert tool.annotations.read_only_hint == (name in READS_ONLY)
-        for parameter in tool.input_schema["properties"]:
-            assert parameter in tool.description, f"{name} does not say what {parameter} is"
+    for name, tool in with_run.items():
+        assert len(tool.description) <= 240, f"{name}: more than three lines"
+        parameters = set(inspect.signature(getattr(AgentTools, name)).parameters) - {"self"}
+        assert set(tool.input_schema["properties"]) == parameters, f"{name} does not say what each parameter is"
+        for parameter in tool.input_schema["properties"].values():
+            assert "type" in parameter
+            assert parameter["description"]
+            assert "title" not in parameter
+    paid = sum(len(json.dumps(tool.model_dump(mode="json", exclude_none=True))) for tool in with_run.values())
+    assert paid < 8_000, f"an agent pays for {paid} characters before it asks anything"
 
 
 def test_check_says_what_is_wrong_and_writes_nothing(project):
@@ -155,7 +165,7 @@ def test_check_says_what_is_wrong_and_writes_nothing(project):
     is_error, text = call(project, "check")
     answer = json.loads(text)
     assert not is_error
-    assert answer["left_out"] == 0
+    assert "left_out" not in answer
     assert [(each["code"], each["file"], each["line"], each["fixable"]) for each in answer["findings"]] == [
         ("AMP101", "train.py", 9, "yes")
     ]
@@ -272,6 +282,7 @@ def test_answers_are_bounded(project):
         assert len(text) < 1.5 * LONGEST
         assert len(answer["findings"]) <= MOST_FINDINGS
         assert answer["left_out"] == len(some) - len(answer["findings"])
+        assert "\n" not in text.rstrip("\n")
     long = call(project, "formats", run_command=Recorder(out="x" * (LONGEST + 7)))[1]
     assert long.endswith("[... 7 characters left out: ask for less]")
     cut = Recorder(out="[{]\n[... 9 bytes left out ...]\n}")
@@ -284,9 +295,9 @@ def test_answers_are_bounded(project):
 @pytest.mark.parametrize(
     ("tool", "arguments"),
     [
-        ("replay", {"capsule": "capsules/step-000012", "build": "train:make"}),
-        ("advise", {"subject": "train:make"}),
-        ("memory", {"maker": "train:make"}),
+        ("replay", {"capsule": "capsules/step-000012", "make": "train:make"}),
+        ("advise", {"make": "train:make"}),
+        ("memory", {"make": "train:make"}),
     ],
 )
 def test_without_allow_run_no_code_is_loaded(project, tool, arguments):
@@ -306,12 +317,14 @@ def test_with_allow_run_it_is(project):
     def given_to(tool, arguments):
         return call(project, tool, arguments, allow_run=True, run_command=asked)[1]
 
-    assert given_to("replay", {"capsule": "capsule", "build": "train.py:make"}) == "summary\ntold\n"
-    given_to("memory", {"maker": "train:make"})
-    given_to("advise", {"subject": "train:make", "gpu": "h200"})
-    assert given_to("run", {"script": "train.py", "args": ["--lr", "1"], "output": "r"}).startswith("exit code 0\ntold")
+    assert given_to("replay", {"capsule": "capsule", "make": "train.py:make"}) == "told\nsummary"
+    given_to("memory", {"make": "train:make"})
+    given_to("advise", {"make": "train:make", "gpu": "h200"})
+    assert given_to("run", {"script": "train.py", "args": ["--lr", "1"], "output": "r"}).startswith(
+        "exit code 0\nampwise: summary\n"
+    )
     assert asked.asked == [
-        ["replay", "--output-format=full", "--build=./train.py:make", "./capsule"],
+        ["replay", "--output-format=full", "./capsule", "./train.py:make"],
         ["memory", "--json", "-q", "train:make"],
         ["advise", "--json", "--gpu=h200", "train:make"],
         ["run", "--output=./r", "./train.py", "--lr", "1"],
@@ -319,8 +332,8 @@ def test_with_allow_run_it_is(project):
     for tool, arguments in (
         ("run", {"script": "../secret.py"}),
         ("run", {"script": "train.py", "output": "../r"}),
-        ("memory", {"maker": "../secret.py:make"}),
-        ("replay", {"capsule": "capsule", "build": "../secret.py:make"}),
+        ("memory", {"make": "../secret.py:make"}),
+        ("replay", {"capsule": "capsule", "make": "../secret.py:make"}),
     ):
         assert "outside of" in refused(project, tool, arguments, allow_run=True, run_command=asked)
     assert "above 0" in refused(project, "run", {"script": "train.py", "seconds": 0}, allow_run=True, run_command=asked)
@@ -599,8 +612,8 @@ def test_what_took_too_long_is_an_error_of_a_line_and_gone(project, monkeypatch)
         ("check", {"text": BAD}),
         ("fix", {"paths": ["gone", "../secret.py"]}),
         ("read_report", {"run": "gone"}),
-        ("replay", {"capsule": "gone", "build": "gone.py:make"}),
-        ("memory", {"maker": "gone.py:make"}),
+        ("replay", {"capsule": "gone", "make": "gone.py:make"}),
+        ("memory", {"make": "gone.py:make"}),
         ("run", {"script": "gone.py", "output": "../out"}),
     ],
 )
@@ -647,7 +660,7 @@ def test_only_so_many_are_worked_on_at_once_and_wait(project, monkeypatch):
 
     answers = anyio.run(ask)
     assert most == mcp_server.MOST_AT_ONCE
-    assert sorted(answers) == ["7 requests are still running: try again later."] * 2 + ["[]"] * 7
+    assert sorted(answers) == ["7 requests are still running: try again later."] * 2 + ["[]\n"] * 7
 
 
 def test_no_program_or_library_is_looked_for_in_the_folder(project, monkeypatch):

@@ -15,21 +15,24 @@ from ampwise.cli import build_parser, commands, summaries
 from ampwise.finding import Severity
 from ampwise.finding.registry import built_in_rules, found_by
 from ampwise.hardware import gpus
-from ampwise.integrations.skill import FIND_PITFALLS, TEMPLATE, sections, skill_text, slots
+from ampwise.integrations.skill import CORE, FIND_PITFALLS, NAME, TOPICS, sections, skill_files, slots
 from ampwise.numbers.formats import FORMATS, find_format
 from ampwise.tune.advise import advise
 from ampwise.tune.advise.claims import IDEAS
 from ampwise.tune.advise.symptoms import SYMPTOMS
 
-TEXT = skill_text(summaries())
-LITERAL = "".join(literal for literal, *_ in string.Formatter().parse(TEMPLATE))
-USED = [name for _, name, *_ in string.Formatter().parse(TEMPLATE) if name is not None]
+FILES = skill_files(summaries())
+CORE_TEXT, TEXT = FILES["SKILL.md"], "\n".join(FILES.values())
+PARTS = [part for text in (CORE, *(topic.text for topic in TOPICS.values())) for part in string.Formatter().parse(text)]
+LITERAL = "".join(literal for literal, *_ in PARTS)
+USED = [name for _, name, *_ in PARTS if name is not None]
 COMMANDS = sorted(set(re.findall(r"`(ampwise [^`]+)`", TEXT)))
-MOST_LINES = 360
+MOST_BYTES = 8_000  # of what every agent pays for
+MOST_BYTES_OF_A_TOPIC = 14_000
 NEEDED = {
     "explain": ["AMP101"],
     "replay": ["capsule"],
-    "run": ["train.py"],
+    **{name: ["train.py"] for name in ("init", "run")},
     **{name: ["RUN"] for name in ("report", "watch", "checkpoints")},
     **{name: ["train:make"] for name in ("align", "bench", "diff", "search")},
 }
@@ -47,7 +50,7 @@ def test_the_prose_has_no_number_and_names_no_rule():
 
 def test_every_slot_is_a_record():
     made = set(sections(summaries()))
-    assert made <= set(USED) <= set(slots(summaries())) | made
+    assert made <= set(USED) <= set(slots(summaries())) | made, "a section is not shown, or a slot has no value"
 
 
 def test_a_number_in_a_slot_is_the_formats_own():
@@ -117,7 +120,7 @@ def test_every_symptom_and_excuse_is_answered():
 
 
 def test_every_pitfall_is_reported_once_with_the_command_that_shows_it():
-    pitfalls = TEXT.partition("\n## Pitfalls\n")[2]
+    pitfalls = "".join(text.partition("\n## Mistakes\n")[2] for text in FILES.values())
     for rule in built_in_rules():
         told = pitfalls.count(f"- {rule.code} {rule.name}: ")
         is_found = bool(set(found_by(rule)) & set(FIND_PITFALLS))
@@ -138,14 +141,22 @@ def test_the_code_it_shows_is_clean():
 
 def test_the_front_matter_is_what_agents_read():
     yaml = pytest.importorskip("yaml")
-    head = yaml.safe_load(TEXT.split("---\n")[1])
+    head = yaml.safe_load(CORE_TEXT.split("---\n")[1])
     assert set(head) == {"name", "description"}
-    assert re.fullmatch(r"[a-z0-9-]{1,64}", head["name"])
+    assert head["name"] == NAME
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", NAME)
     assert len(head["description"]) <= 1024
 
 
+def test_the_core_leads_to_every_topic_and_back_to_none():
+    links = re.findall(r"\]\((.*?)\)", CORE_TEXT)
+    assert [*links] == [name for name in FILES if name != "SKILL.md"]
+    assert not re.findall(r"\]\(.*?\)", TEXT.removeprefix(CORE_TEXT)), "a topic is one step away from the core"
+
+
 def test_it_is_short_and_always_the_same():
-    assert len(TEXT.splitlines()) <= MOST_LINES
-    assert skill_text(summaries()) == TEXT
-    assert TEXT.endswith("\n")
+    assert len(CORE_TEXT.encode()) <= MOST_BYTES
+    assert max(len(text.encode()) for text in FILES.values()) <= MOST_BYTES_OF_A_TOPIC
+    assert skill_files(summaries()) == FILES
+    assert all(text.endswith("\n") for text in FILES.values())
     assert "{" not in re.sub(r"```.*?```|`[^`]*`", "", TEXT, flags=re.DOTALL)

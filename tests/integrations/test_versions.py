@@ -56,7 +56,7 @@ def test_importing_without_a_framework_is_reported_in_our_words(warm, tmp_path):
     code = (
         f"import sys\nfor name in ({barred}): sys.modules[name] = None\n"
         "import ampwise\nfor name in ampwise._FRAMEWORKS:\n"
-        "    try: getattr(ampwise, name)\n    except ampwise.MissingDependency as error: print(error)"
+        "    try: getattr(ampwise, name)\n    except ampwise.errors.MissingDependency as error: print(error)"
     )
     done = warm.run("-c", code, cwd=tmp_path)
     said = done.stdout.splitlines()

@@ -67,7 +67,8 @@ def checkpoint(folder):
 def capsule(folder):
     """Of a step that overflows."""
     net = model()
-    engine = ampwise.Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp32", capsules=folder)
+    capsules = ampwise.Capsules(folder)
+    engine = ampwise.Engine(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp32", callbacks=[capsules])
     engine.step(lambda x: (net(x) * 1e38 * 1e38).sum(), torch.ones(3, 4))
     assert engine.findings
 

@@ -43,7 +43,7 @@ def test_the_wheel_has_the_package_whole(contents, source):
 
 def test_that_is_more_than_python(contents):
     kinds = {name.rpartition(".")[2] for name in contents[0]}
-    assert kinds == {"py", "pyi", "c", "so", "toml", "html", "css", "js", "typed", "LICENSE"}
+    assert kinds == {"py", "pyi", "c", "so", "toml", "html", "css", "js", "json", "typed", "LICENSE"}
 
 
 def test_licences_travel(contents, source):

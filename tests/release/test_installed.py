@@ -80,7 +80,7 @@ def test_a_record_becomes_a_page(command, here):
 
 
 def test_a_skill_is_written(command, here):
-    command("skill", "--out", "skill", cwd=here)
+    command("skill", "-o", "skill", cwd=here)
     assert (here / "skill" / "SKILL.md").read_text().startswith("---\nname: mixed-precision\n")
 
 

@@ -88,7 +88,7 @@ def weight_of(old):
 def test_a_capsule_is_replayed(old, capsys, monkeypatch):
     monkeypatch.chdir(old)
     (old / "net.py").write_text(BUILD)
-    assert main(["replay", str(capsule_of(old)), "--build", "net.py:make", "--json"]) == 1
+    assert main(["replay", str(capsule_of(old)), "net.py:make", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert [finding["code"] for finding in told] == ["AMP905"]
 
@@ -168,7 +168,7 @@ def test_a_later_policy():
 
 def test_a_later_search(old):
     later(old / "search" / "found.json")
-    with pytest.raises(BadInput, match="not a file of ampwise search --out: it is not marked as"):
+    with pytest.raises(BadInput, match="not a file of ampwise search -o: it is not marked as"):
         SearchResult.load(old / "search" / "found.json")
 
 

@@ -1,14 +1,15 @@
-"""The version is written in pyproject.toml and nowhere else: all that tells it asks the installed package."""
+"""The version is set in pyproject.toml: what shows it asks the installed package, or is written by `make docs`."""
 
 import re
 import subprocess
 
 import pytest
+from tools.address import SHOWN_IN, address_pages
 
 from .conftest import ROOT, clean
 
-# Where a version of ampwise may stand: what tells the past.
-TOLD = {"CHANGELOG.md", "pyproject.toml", "constraints.txt"}
+# Where a version of ampwise may stand: what tells the past, and what `make docs` writes.
+TOLD = {"CHANGELOG.md", "constraints.txt", *SHOWN_IN}
 PLACES = ("src", "docs", "tools", "examples", ".ci")
 TEXT = {".py", ".c", ".pyi", ".md", ".toml", ".yml", ".yaml", ".html", ".js", ".css", ".txt", ".cfg", ".json", ""}
 SKIPPED = {"vendor", "__pycache__", "ampwise.egg-info"}
@@ -33,6 +34,22 @@ def copies(text, version):
 
 def test_there_is_no_other_copy(project):
     assert {name: lines for name, text in texts() if (lines := copies(text, project["version"]))} == {}
+
+
+def test_a_new_address_and_version_reach_all_that_shows_them(tmp_path):
+    for path in SHOWN_IN:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        text = (ROOT / path).read_text(encoding="utf-8")
+        if path == "pyproject.toml":
+            text = re.sub(r'(?m)^version = ".*?"', 'version = "7.8.9"', text)
+            text = re.sub(r'(?m)^Source = ".*?"', 'Source = "https://github.com/someone/ampwise"', text)
+        (tmp_path / path).write_text(text, encoding="utf-8")
+    pages = address_pages(tmp_path)
+    assert not [path for path, text in pages.items() if "ampwise/ampwise" in text]
+    assert "uses: someone/ampwise@v7.8.9" in pages["docs/ci.md"]
+    assert "uses: someone/ampwise@v7.8.9" in pages["action.yml"]
+    assert "repo: https://github.com/someone/ampwise\n    rev: v7.8.9\n" in pages["docs/ci.md"]
+    assert "\nversion: 7.8.9\n" in pages["CITATION.cff"]
 
 
 def test_none_is_kept_in_a_variable():

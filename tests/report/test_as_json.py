@@ -6,132 +6,14 @@ import math
 import pytest
 from jsonschema import Draft202012Validator
 
+from ampwise.cli.schema import SCHEMAS
 from ampwise.finding import Place
 from ampwise.numbers.census.algebra import Census
 from ampwise.report.as_json import MOST_ROWS, as_json
 from ampwise.runs.events import LoggedEvent
 from ampwise.runs.rows import CountedFinding, StepBucket, StepRow
 
-NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
-STEP = {"type": ["integer", "null"], "minimum": 0}
-SPREAD = {
-    "type": ["object", "null"],
-    "required": ["low", "mean", "high", "not_finite"],
-    "additionalProperties": False,
-    "properties": {
-        "low": {"type": ["number", "null"]},
-        "mean": {"type": ["number", "null"]},
-        "high": {"type": ["number", "null"]},
-        "not_finite": {"type": "integer", "minimum": 0},
-    },
-}
-FINDING = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {
-        "code": {"type": "string", "pattern": "^[A-Z]{2,10}[0-9]{3}$"},
-        "name": {"type": "string"},
-        "severity": {"enum": ["error", "warning", "info"]},
-        "place": {
-            "type": "object",
-            "properties": {"file": {"type": "string"}, "line": {"type": "integer", "minimum": 1}},
-        },
-        "message": {"type": "string"},
-        "count": {"type": "integer", "minimum": 1},
-        "fix": {"type": "string"},
-        "evidence": {"type": "object"},
-        "first_step": STEP,
-        "last_step": STEP,
-        "ranks": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-        "excerpt": {"type": "object"},
-        "diff": {"type": "string"},
-        "diff_is_safe": {"type": "boolean"},
-    },
-}
-FINDING["required"] = list(FINDING["properties"])
-EVENT = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {
-        "name": {"type": "string"},
-        "level": {"enum": ["error", "warning", "info"]},
-        "message": {"type": "string"},
-        "step": STEP,
-        "advice": {"type": "string"},
-        "fields": {"type": "object"},
-    },
-}
-EVENT["required"] = list(EVENT["properties"])
-ROW = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {
-        **{name: {"type": "integer", "minimum": 0} for name in ("optimizer", "first", "last", "count", "skipped")},
-        **dict.fromkeys(("loss", "norm", "scale", "lr"), SPREAD),
-    },
-}
-ROW["required"] = list(ROW["properties"])
-SHARE = {"type": "number", "minimum": 0, "maximum": 1}
-IN_FP16 = {**SHARE, "type": ["number", "null"]}  # null for a run in another format
-LAYER = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {
-        "name": {"type": "string"},
-        "optimizer": {"type": "integer", "minimum": 0},
-        "steps": {"type": "integer", "minimum": 1},
-        "share": SHARE,
-        "norm": NUMBER,
-        "largest": {"type": "number", "minimum": 0},
-        "lost": IN_FP16,
-        "subnormal": IN_FP16,
-        "format": {"enum": ["fp16", "bf16", "fp32"]},
-        "scale": {"type": ["number", "null"]},
-        "dead": {"type": "boolean"},
-        "doublings_left": {"type": ["integer", "null"]},
-        "census": {"type": "object", "required": ["binades", "zeros", "infs", "nans", "amax", "amin", "sum_squares"]},
-    },
-}
-LAYER["required"] = list(LAYER["properties"])
-TEXT = {"type": ["string", "null"]}
-SETTING = {
-    "type": "object",
-    "required": ["name", "value", "reason"],
-    "properties": {"name": {"type": "string"}, "reason": {"type": "string"}},
-}
-SCHEMA = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {
-        "version": {"const": 1},
-        "verdict": {"type": "string"},
-        "status": {"type": "string"},
-        "exit_code": {"type": ["integer", "null"]},
-        "error": {"type": ["object", "null"]},
-        "script": TEXT,
-        "command": {"type": ["array", "null"]},
-        "created": TEXT,
-        "finished": TEXT,
-        "findings": {"type": "array", "items": FINDING},
-        "metrics": {
-            "type": "object",
-            "required": ["steps", "layers"],
-            "additionalProperties": False,
-            "properties": {
-                "steps": {"type": "array", "items": ROW},
-                "layers": {"type": "array", "items": LAYER},
-            },
-        },
-        "settings": {"type": "array", "items": SETTING},
-        "environment": {"type": "object"},
-        "trouble": {"type": "array", "items": {"type": "string"}},
-        "events": {"type": "array", "items": EVENT},
-        "findings_known": {"type": "boolean"},
-        "facts": {"type": "object"},
-    },
-}
-SCHEMA["required"] = list(SCHEMA["properties"])
+SCHEMA = json.loads((SCHEMAS / "report.json").read_text())
 
 
 def refuse(constant):
@@ -141,7 +23,6 @@ def refuse(constant):
 def read(run):
     """The report, parsed strictly and held to the schema."""
     data = json.loads(as_json(run), parse_constant=refuse)
-    Draft202012Validator.check_schema(SCHEMA)
     Draft202012Validator(SCHEMA).validate(data)
     return data
 

@@ -8,7 +8,8 @@ import re
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from ampwise import BadInput, __version__, find_rule
+from ampwise import BadInput, __version__
+from ampwise.finding.registry import find_rule
 from ampwise.runs.json_lines import read_bucket, step_line
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import StepBucket

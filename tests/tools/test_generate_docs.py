@@ -1,6 +1,7 @@
 """The generated pages: complete, stable, and checked against what lies on disk."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from ampwise.cli import commands
 from ampwise.errors import BadInput
 from ampwise.finding import Rule, Severity
-from ampwise.finding.registry import built_in_rules
+from ampwise.finding.registry import built_in_rules, found_by
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "generate_docs.py"
 
@@ -85,16 +86,32 @@ def test_every_rule_has_a_page_and_a_row(docs):
 def test_a_rule_page(docs):
     page = docs.rule_pages([entry(on_by_default=False)])["docs/rules/AMP101-some-rule.md"]
     assert page == docs.NOTICE + (
-        "\n\n# AMP101 some-rule\n\n**error, off by default** · [all rules](index.md)\n\n"
-        "Sums | up\n\n"
-        "## Why\n\nBecause.\n\n## Fix\n\nFix it.\n\n"
-        "## Bad\n\n```python\nx = 1\n```\n\n## Good\n\n```console\n$ ls\n```\n"
+        "\n\n# AMP101 some-rule\n\n**Sums | up**\n\n"
+        "error, off by default · guide: [Loss scaling](../concepts/loss_scaling.md)\n\n"
+        "Bad:\n\n```python\nx = 1\n```\n\nGood:\n\n```console\n$ ls\n```\n\n"
+        "## Why\n\nBecause.\n\n## Fix\n\nFix it.\n\n---\n\n[all rules](index.md)\n"
     )
+
+
+def test_a_rule_page_shows_the_fix_as_a_diff(docs):
+    page = docs.rule_pages([entry(bad="a\nb\nc", good="a\n\nx\nc")])["docs/rules/AMP101-some-rule.md"]
+    assert "```diff\n a\n-b\n+\n+x\n c\n```" in page
+
+
+def test_a_rule_page_leads_to_its_neighbours_and_its_guide(docs):
+    rules = built_in_rules()
+    pages = [*docs.rule_pages(rules).values()][1:]
+    for rule, page, following in zip(rules, pages, [*pages[1:], ""], strict=True):
+        link = f"[{rule.code} {rule.name}]({rule.code}-{rule.name}.md)"
+        assert (f"← {link} · " in following) is bool(following)
+        assert len(re.findall(r"\]\(\.\./.*?\.md\)", page.partition("## Why")[0])) == 1, f"{rule.code}: one guide"
+        silenced = f"`# noqa: {rule.code}` at the end of a line" in page
+        assert silenced is ("ampwise check" in found_by(rule)), rule.code
 
 
 def test_a_bar_does_not_break_a_table(docs):
     index = docs.rule_pages([entry()])["docs/rules/index.md"]
-    assert "| [AMP101](AMP101-some-rule.md) | `some-rule` | error |  | Sums \\| up |" in index
+    assert "| [AMP101](AMP101-some-rule.md) | Sums \\| up | `some-rule` | error |  |" in index
 
 
 @pytest.mark.parametrize(
@@ -106,14 +123,15 @@ def test_a_bar_does_not_break_a_table(docs):
 )
 def test_what_can_be_fixed_is_said_in_the_index_and_on_the_page(docs, fixable, line):
     pages = docs.rule_pages([entry(fixable=fixable)])
-    assert f"| error | {fixable} | Sums" in pages["docs/rules/index.md"]
-    assert f"## Fix\n\nFix it.\n\n{line}\n\n## Bad" in pages["docs/rules/AMP101-some-rule.md"]
+    assert f"| `some-rule` | error | {fixable} |" in pages["docs/rules/index.md"]
+    assert f"## Fix\n\nFix it.\n\n{line}\n\n---" in pages["docs/rules/AMP101-some-rule.md"]
 
 
 def test_every_command_is_documented(docs):
     (page,) = docs.cli_page().values()
     assert all(f"## ampwise {command}\n" in page for command in commands())
-    assert "  RULE ...    the code or the name of a rule, or words to search\n" in page
+    assert "| `RULE ...` | the code or the name of a rule, or words to search |\n" in page
+    assert not re.search(r"(?<![`\w])--[a-z]", re.sub(r"```.*?```|`[^`]*`", "", page, flags=re.DOTALL)), "a long dash"
 
 
 def test_no_results_is_said(docs, tmp_path):

@@ -1,50 +1,14 @@
-"""What the site is made with: docstrings as fields, formulas as MathML, files as pages, one sidebar; and its check."""
+"""What the site is made with: formulas as MathML, files as pages, one sidebar; and its check."""
 
-import inspect
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("sphinx")
 
 from docutils import nodes
-from tools.site import check, docstrings, links, mathml, sidebar
-
-import ampwise
-
-
-def fields(text, *parameters):
-    return list(docstrings.with_fields(text.splitlines(), {*parameters}))
-
-
-def test_parameters_become_fields():
-    text = "What it does.\n\nwidth: how wide\n    it is\nrows, columns: how many\nAs said: yes.\n"
-    assert fields(text, "width", "rows", "columns") == [
-        "What it does.",
-        "",
-        "",
-        ":param width: how wide",
-        "    it is",
-        ":param rows/columns: how many",
-        "",
-        "As said: yes.",
-    ]
-
-
-def test_what_is_no_parameter_stays():
-    text = "Note: this.\n\n>>> a: int = 3\nwidth: indeed"
-    assert fields(text, "height") == text.splitlines()
-
-
-def test_a_callable_package_is_shown_as_its_function():
-    assert callable(ampwise.trace)
-    package, lines = sys.modules["ampwise.trace"], ["of the package"]
-    docstrings._docstring(None, "function", "ampwise.trace", package, None, lines)
-    assert lines[0] == inspect.getdoc(package.trace).splitlines()[0]
-    args, returns = docstrings._signature(None, "function", "ampwise.trace", package, None, None, None)
-    assert args.startswith("(")
-    assert returns == "list[Finding]"
-    assert docstrings._signature(None, "class", "ampwise.Engine", ampwise.Engine, None, None, None) is None
+from tools.site import check, links, mathml, sidebar
 
 
 class Body:
@@ -78,6 +42,31 @@ def test_anchors_of_code_hosts_are_targets():
     source = ['<a id="a-case"></a>\n\n### A case\n']
     links._read_anchors(None, "peers", source)
     assert source == ["(a-case)=\n\n### A case\n"]
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("[![ci](https://ci.example/x.svg)](https://ci.example) words", " words"),
+        ("![alone](http://ci.example/x.svg)", ""),
+        ('<p align="center">\n    <img alt="A b" width="600" src="docs/a.png">\n</p>', "\n![A b](docs/a.png)\n"),
+        ("<picture><source srcset='dark.svg'><img src='light.svg'></picture>", "![](light.svg)"),
+        ('<img src="https://ci.example/x.svg" alt="x">', ""),
+        ("![one](docs/a.png) and [two](docs/run.md)", "![one](docs/a.png) and [two](docs/run.md)"),
+        ('```html\n<img src="https://a/b">\n```\n', '```html\n<img src="https://a/b">\n```\n'),
+    ],
+)
+def test_pictures_of_what_is_included(written, read):
+    assert links.without_badges(written) == read
+
+
+def test_schemas_are_published_as_they_are(tmp_path):
+    folder = tmp_path / links.SCHEMAS
+    folder.mkdir(parents=True)
+    (folder / "check.json").write_text("{}")
+    app = SimpleNamespace(srcdir=tmp_path / "docs", outdir=tmp_path / "site")
+    links._publish_schemas(app, None)
+    assert (tmp_path / "site" / "schemas" / "check.json").read_text() == "{}"
 
 
 def test_rules_and_files_of_a_folder_share_a_sidebar():

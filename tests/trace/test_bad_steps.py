@@ -267,16 +267,16 @@ def make():
 
 
 def test_a_finding_says_what_builds_the_model_of_its_capsule_where_that_is_known(tmp_path):
-    run = trained(batches(1, 3), capsules=ampwise.Capsules(tmp_path, build="train.py:make"))
+    run = trained(batches(1, 3), callbacks=[ampwise.Capsules(tmp_path, make="train.py:make")])
     assert run.engine.findings[0].evidence["build"] == "train.py:make"
-    run = trained(batches(1, 3), capsules=tmp_path)
+    run = trained(batches(1, 3), callbacks=[Capsules(tmp_path)])
     assert "build" not in run.engine.findings[0].evidence
 
 
 def test_a_bad_step_is_saved_and_can_be_read(tmp_path):
     from ampwise.trace.capsule import read
 
-    run = trained(batches(1, 3), capsules=tmp_path / "capsules")
+    run = trained(batches(1, 3), callbacks=[Capsules(tmp_path / "capsules")])
     assert run.said.count("saving step") == 2
     (finding,) = run.engine.findings
     contents = read(finding.evidence["capsule"])
@@ -288,7 +288,7 @@ def test_a_bad_step_is_saved_and_can_be_read(tmp_path):
 
 def test_capsules_that_cannot_be_written_stop_nothing(tmp_path):
     (tmp_path / "file").write_text("")
-    run = trained(batches(1), capsules=Capsules(tmp_path / "file"))
+    run = trained(batches(1), callbacks=[Capsules(tmp_path / "file")])
     assert "could not be saved" in run.said
     assert len(run.engine.findings) == 1
 
@@ -296,14 +296,16 @@ def test_capsules_that_cannot_be_written_stop_nothing(tmp_path):
 @pytest.mark.parametrize("wrong", [3, ["capsules"]])
 def test_capsules_are_a_folder(wrong):
     model = nn.Linear(1, 1)
-    with pytest.raises(BadInput, match=r"Engine\(capsules="):
-        Engine(model, torch.optim.SGD(model.parameters()), "fp32", capsules=wrong)
+    with pytest.raises(BadInput, match=r"Capsules\(.*\): expected a folder"):
+        Capsules(wrong)
+    with pytest.raises(BadInput, match="saving bad steps needs trace=True"):
+        Engine(model, torch.optim.SGD(model.parameters()), "fp32", trace=False, callbacks=[Capsules("capsules")])
 
 
 @pytest.mark.parametrize("wrong", ["make", ":make", "train:", 3])
 def test_a_builder_is_named(wrong):
-    with pytest.raises(BadInput, match="module:function"):
-        Capsules("here", build=wrong)
+    with pytest.raises(BadInput, match=r"train\.py:make"):
+        Capsules("here", make=wrong)
 
 
 def test_trace_is_public():

@@ -20,7 +20,7 @@ from ampwise.errors import BadInput
 from ampwise.finding import Place
 from ampwise.finding.registry import find_rule
 from ampwise.runs.tensor_files import DTYPES, read_tensors
-from ampwise.trace.capsule import CapsuleContents, next_path, read, size_of, write
+from ampwise.trace.capsule import CapsuleContents, capsule_files, next_path, read, size_of, write
 from ampwise.trace.capsule.capsule_files import BATCH, CHECKSUM, METADATA, WEIGHTS
 from ampwise.train.precision.policy import Policy
 from ampwise.train.random_state import plain_random_state, restore_random
@@ -261,7 +261,7 @@ def test_unsupported_values_are_refused_and_nothing_is_left(tmp_path, value, sai
 
 def test_other_things_that_cannot_be_written(tmp_path):
     for build in ("train", "train:", ":make", "os.path:a.b", "a b:make", "train-it:make", "\x1b.py:make"):
-        with pytest.raises(BadInput, match=r"build .*: expected module:function or file.py:function"):
+        with pytest.raises(BadInput, match=r"build .*: expected train.py:make or train:make"):
             write(tmp_path, contents(build=build))
     with pytest.raises(BadInput, match="weights: 'w' is on the meta device"):
         write(tmp_path, contents(weights={"w": torch.empty(1, device="meta")}))
@@ -315,7 +315,7 @@ def test_the_leftovers_of_a_killed_process_are_not_a_capsule(tmp_path):
 
 def test_nothing_is_written_if_the_disk_is_full(tmp_path, monkeypatch):
     usage = collections.namedtuple("usage", "total used free")(10, 9, 1000)
-    monkeypatch.setattr("ampwise.trace.capsule.capsule_files.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr(capsule_files.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(BadInput, match=r"bytes does not fit in .*, where 1,000 bytes are free. Leave out the weights"):
         write(tmp_path, contents())
     assert not list(tmp_path.iterdir())

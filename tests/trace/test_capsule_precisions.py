@@ -88,7 +88,7 @@ def test_weights_in_bf16_are_given_to_a_model_in_fp32_only_where_the_precision_h
 @pytest.mark.parametrize("precision", ["emulate:mxfp8", "emulate:e4m3", "emulate:nvfp4,stochastic"])
 def test_an_engine_saves_a_bad_step_that_is_bad_again(tmp_path, precision):
     model = net()
-    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), precision, capsules=Capsules(tmp_path))
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), precision, callbacks=[Capsules(tmp_path)])
     x = torch.randn(4, 8)
 
     def loss_fn(x):

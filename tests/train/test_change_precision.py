@@ -161,7 +161,7 @@ def test_a_step_after_it_is_explained_by_what_runs_then(capsys):
         ("fp17", UnknownName, "unknown precision 'fp17'"),
         (Policy("fp16").keep("fp32", "head"), UnknownName, "unknown module 'head'"),
         ("tf32", PrecisionUnavailable, "has no TF32"),
-        (16, BadInput, "expected the name of a precision"),
+        (16, BadInput, "expected a name"),
     ],
     ids=["typo", "module", "tf32", "number"],
 )

@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from ampwise import BadInput, Engine, Policy, PrecisionUnavailable, UnknownName
+from ampwise import BadInput, Engine, Policy, PrecisionUnavailable
+from ampwise.errors import UnknownName
 
 from .engine_toys import PRECISIONS, data, everything, net, same, train, training
 
@@ -34,10 +35,6 @@ def refused(match, *args, error=BadInput, **options):
 @pytest.mark.parametrize(("model", "wrong"), [(3, "int"), ([], "nothing"), ([nn.Linear(1, 1), "x"], "str")])
 def test_what_is_no_model_is_refused(model, wrong):
     refused(re.escape(f"Engine(model=...): expected a torch.nn.Module or a list of them, got {wrong}."), model, [])
-
-
-def test_a_typo_in_a_recipe_needs_no_gpu_to_be_found():
-    refused("unknown FP8 recipe 'delayd'. Did you mean delayed", precision="fp8", fp8="delayd", error=UnknownName)
 
 
 def test_a_model_with_nothing_to_train_is_refused():
@@ -502,6 +499,21 @@ def test_a_weight_that_is_no_function_is_refused_at_once():
     refused("weight", weight=3.0)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        (3, ""),
+        ("tensorboard", r" For a sink: callbacks=\[ampwise\.Sinks\(...\)\]\."),
+        ([print], " For a sink"),
+        (None, ""),
+    ],
+)
+def test_what_is_no_callback_is_refused(wrong, hint):
+    refused(rf"Engine\(callbacks=\[.*\]\): expected a list of ampwise\.Callback\.{hint}", callbacks=wrong)
+
+
 @pytest.mark.parametrize("wrong", [-1, "x", 2.5])
 def test_a_history_of_no_length_is_refused(wrong):
-    refused("history", history=wrong)
+    history = Engine(model := net(), optimizer_of(model), "fp32").history
+    with pytest.raises(BadInput, match=re.escape(f"history.limit = {wrong!r}: expected the number of steps")):
+        history.limit = wrong

@@ -123,9 +123,9 @@ def test_a_policy_goes_on():
     resumed_like_unbroken(lambda: training(policy, accumulate=2), stop=5)
 
 
-def test_momentum_and_kept_gradients_go_on():
+def test_momentum_goes_on():
     make = lambda parameters, lr: SGD(parameters, lr=lr, momentum=0.9)  # noqa: E731
-    resumed_like_unbroken(lambda: training("fp16", make=make, accumulate=3, set_to_none=False), stop=7)
+    resumed_like_unbroken(lambda: training("fp16", make=make, accumulate=3), stop=7)
 
 
 def test_numbers_of_steps_go_on_and_the_history_is_new():

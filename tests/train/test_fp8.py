@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import ampwise
 from ampwise import Engine, Fp8, Policy
 from ampwise.errors import BadInput, MissingDependency, PrecisionUnavailable
 from ampwise.train import engine as engines
@@ -66,7 +65,9 @@ def training(fp8=None, precision="fp8", *, seed=0, checkpointed=False, **setting
     torch.manual_seed(seed)
     model = Net(checkpointed=checkpointed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    engine = Engine(model, optimizer, precision, fp8=fp8, **settings)
+    if fp8 is not None:
+        precision = fp8 if precision == "fp8" else Policy("fp8", precision.rules, fp8)
+    engine = Engine(model, optimizer, precision, **settings)
     return SimpleNamespace(model=model, optimizer=optimizer, engine=engine)
 
 
@@ -415,7 +416,7 @@ def test_wrapped_models_train_as_they_do_by_themselves(one_rank, recipe, wrapper
             fully_shard(block)
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine = Engine(model, optimizer, "fp8", fp8=Fp8(recipe, narrow=BLOCKS))
+    engine = Engine(model, optimizer, Fp8(recipe, narrow=BLOCKS))
     assert sorted(engine.fp8_layers) == sorted(NAMES)
     assert train(SimpleNamespace(model=model, engine=engine), 4) == pytest.approx(plain, rel=1e-3)
 
@@ -426,7 +427,7 @@ def test_ranks_have_the_same_scales(one_rank, monkeypatch):
         table[0, 0, 0] = torch.maximum(table[0, 0, 0], torch.tensor(4096.0))
 
     model = DistributedDataParallel(training(precision="bf16").model)
-    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), "fp8", fp8=Fp8("delayed", narrow=BLOCKS))
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), Fp8("delayed", narrow=BLOCKS))
     monkeypatch.setattr("ampwise.train.float8.delayed_scaling.dist.all_reduce", with_another)
     train(SimpleNamespace(model=model, engine=engine), 1)
     first = engine.fp8_report().operands[0]
@@ -613,11 +614,11 @@ def test_a_device_without_fp8_is_reported_what_it_can_do(monkeypatch):
 
 
 def test_fp8_is_for_the_precision_fp8():
-    with pytest.raises(
-        BadInput, match=r"Engine\(precision='bf16', fp8='delayed'\): fp8=... needs precision='fp8' or Pol"
-    ):
-        training("delayed", "bf16")
-    assert isinstance(ampwise.Fp8(), Fp8)
+    with pytest.raises(BadInput, match=r"^Policy\('bf16', fp8=Fp8\(.*expected Policy\('fp8', fp8=ampwise.Fp8\(...\)\)"):
+        Policy("bf16", fp8=Fp8("delayed"))
+    with pytest.raises(BadInput, match=r"^Policy\('fp8', fp8='delayed'\): expected"):
+        Policy("fp8", fp8="delayed")
+    assert repr(Policy("fp8", fp8=Fp8("delayed")).keep("fp32", "head")).startswith("Policy('fp8', fp8=Fp8(recipe='del")
 
 
 def test_a_model_none_of_whose_layers_become_fp8_is_refused():
@@ -634,7 +635,7 @@ def test_nothing_is_left_of_an_engine_that_was_refused():
     torch.manual_seed(0)
     model = Net()
     with pytest.raises(BadInput):
-        Engine(model, torch.optim.SGD(model.parameters()), "fp8", fp8=Fp8(narrow=BLOCKS), history=-1)
+        Engine(model, torch.optim.SGD(model.parameters()), Fp8(narrow=BLOCKS), callbacks=[3])
     assert not fitted(model)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampwise import Engine, MissingDependency
-from ampwise.errors import BadInput, UnknownName
-from ampwise.train import reporter as telling
+from ampwise import Engine, Sinks
+from ampwise.errors import BadInput, MissingDependency, UnknownName
+from ampwise.train import sinks as telling
 from ampwise.train.scaler.step_result import AsyncScalars
 
 from .engine_toys import OVERFLOW, PRECISIONS, net, train, training
@@ -27,7 +27,7 @@ def losses(rows):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_closed_step_is_reported_once_and_as_it_was(precision):
     rows = []
-    run = training(precision, sinks=[rows.append], accumulate=2)
+    run = training(precision, callbacks=[Sinks(rows.append)], accumulate=2)
     train(run, 1, 2, 3, 4, None, 6, 7)
     run.engine.flush()
     run.engine.close()
@@ -41,7 +41,7 @@ def test_every_closed_step_is_reported_once_and_as_it_was(precision):
 
 def test_the_scale_is_the_one_that_the_gradients_had():
     rows = []
-    run = training("fp16", sinks=[rows.append])
+    run = training("fp16", callbacks=[Sinks(rows.append)])
     train(run, 1, OVERFLOW, OVERFLOW, 3)
     run.engine.scaler.update(32.0)
     train(run, 4)
@@ -55,7 +55,7 @@ def test_the_scale_is_the_one_that_the_gradients_had():
 
 def test_without_a_scaler_there_is_no_scale():
     rows = []
-    run = training("bf16", sinks=[rows.append])
+    run = training("bf16", callbacks=[Sinks(rows.append)])
     train(run, 1)
     run.engine.close()
     assert "ampwise/loss_scale" not in rows[0].metrics
@@ -63,26 +63,13 @@ def test_without_a_scaler_there_is_no_scale():
 
 def test_training_is_the_same_to_the_last_bit():
     def weights(sinks):
-        run = training("fp16", sinks=sinks)
+        run = training("fp16", callbacks=[Sinks(*sinks)])
         train(run, 1, 2, None, 3, 4)
         run.engine.close()
         return [parameter.detach().clone() for parameter in run.model.parameters()]
 
-    for one, other in zip(weights(None), weights([lambda row: None]), strict=True):
+    for one, other in zip(weights([]), weights([lambda row: None]), strict=True):
         assert torch.equal(one, other)
-
-
-def test_without_sinks_nothing_is_called(monkeypatch):
-    def never(*args, **kwargs):
-        raise AssertionError("called")
-
-    for name in ("before_update", "on_step_end", "close", "__init__"):
-        monkeypatch.setattr(telling.SinkReporter, name, never)
-    for sinks in (None, []):
-        run = training("fp16", sinks=sinks)
-        train(run, 1, 2)
-        run.engine.close()
-    assert run.engine._reporter is None
 
 
 class Traveller(AsyncScalars):
@@ -109,9 +96,9 @@ def test_facts_on_their_way_are_not_waited_for(monkeypatch):
     monkeypatch.setattr(Traveller, "waited_for", False)
     rows = []
     fused = {"make": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)}
-    run = training("bf16", sinks=[rows.append], trace=False, **fused)  # a trace waits for the step before
+    run = training("bf16", callbacks=[Sinks(rows.append)], trace=False, **fused)  # a trace waits for the step before
     train(run, 1, 2)
-    if not run.engine._reporter._awaited:
+    if not run.engine.callbacks[0]._awaited:
         pytest.skip("on this device the facts are there at once")
     assert not rows
     monkeypatch.setattr(Traveller, "home", True)
@@ -122,16 +109,16 @@ def test_facts_on_their_way_are_not_waited_for(monkeypatch):
 
 def test_what_is_on_its_way_at_the_end_is_reported_then():
     rows = []
-    run = training("bf16", sinks=[rows.append])
+    run = training("bf16", callbacks=[Sinks(rows.append)])
     (step,) = train(run, 1)
-    run.engine._reporter._awaited.append((step.bare(), None))  # as if it had not arrived
+    run.engine.callbacks[0]._awaited.append((step.bare(), None))  # as if it had not arrived
     run.engine.close()
     assert [row.step for row in rows] == [1, 1]
 
 
 def test_an_engine_that_is_gone_has_closed_its_sinks():
     rows, before = [], set(threading.enumerate())
-    run = training("fp32", sinks=[rows.append])
+    run = training("fp32", callbacks=[Sinks(rows.append)])
     train(run, 1, 2)
     assert [each.daemon for each in set(threading.enumerate()) - before] == [True]
     del run
@@ -152,7 +139,7 @@ def test_whoever_finds_an_engine_gone_does_not_wait_for_its_sinks(monkeypatch):
         rows.append(row)
 
     before = set(threading.enumerate())
-    run = training("fp32", sinks=[slow])
+    run = training("fp32", callbacks=[Sinks(slow)])
     train(run, 1, 2)
     assert taking.wait(120)
     threads = set(threading.enumerate()) - before
@@ -176,7 +163,7 @@ def test_an_engine_that_is_found_gone_by_its_own_sink_waits_for_nobody(monkeypat
             gc.collect()
 
     before = set(threading.enumerate())
-    run = training("fp32", sinks=[collect])
+    run = training("fp32", callbacks=[Sinks(collect)])
     run.engine.itself = run.engine  # goes only when it is looked for
     train(run, 1, 2, 3)
     gc.disable()
@@ -194,7 +181,7 @@ def test_an_engine_that_is_found_gone_by_its_own_sink_waits_for_nobody(monkeypat
 def test_a_sink_may_close_its_own_engine(monkeypatch):
     monkeypatch.setenv("AMPWISE_SINK_WAIT", "3600")
     before = set(threading.enumerate())
-    run = training("fp32", sinks=[lambda row: run.engine.close()])
+    run = training("fp32", callbacks=[Sinks(lambda row: run.engine.close())])
     train(run, 1)
     for thread in set(threading.enumerate()) - before:
         thread.join(120)
@@ -205,7 +192,7 @@ def test_engines_made_in_the_same_second_have_files_of_their_own(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(telling.time, "strftime", lambda form: "20260101-000000")
     (tmp_path / f"ampwise-20260101-000000-{os.getpid()}.tensorboard").mkdir()  # as of a process before this one
-    runs = [training("fp32", sinks=["jsonl"]) for _ in range(3)]
+    runs = [training("fp32", callbacks=[Sinks("jsonl")]) for _ in range(3)]
     for number, run in enumerate(runs, 1):
         train(run, *range(1, number + 1))
         run.engine.close()
@@ -216,7 +203,7 @@ def test_engines_made_in_the_same_second_have_files_of_their_own(tmp_path, monke
 
 def test_training_goes_on_after_the_end_of_sinks():
     rows = []
-    run = training("fp32", sinks=[rows.append])
+    run = training("fp32", callbacks=[Sinks(rows.append)])
     train(run, 1)
     run.engine.close()
     run.engine.close()
@@ -229,12 +216,12 @@ def test_a_sink_that_fails_costs_a_line_on_stderr(capfd):
     def refuse(row):
         raise OSError("no\x1b[31m room")
 
-    run = training("fp32", sinks=[refuse])
+    run = training("fp32", callbacks=[Sinks(refuse)])
     train(run, 1, 2, 3)
     run.engine.close()
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.count("ampwise: warning: sink-failed: the sink `") == 1
+    assert err.count("ampwise: sink-failed: the sink `") == 1
     assert err.count("\n") == 1
     assert "\x1b" not in err
     assert len(run.engine.history) == 3
@@ -243,12 +230,12 @@ def test_a_sink_that_fails_costs_a_line_on_stderr(capfd):
 def test_names_of_sinks_are_checked_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UnknownName, match=r"unknown sink 'jsonll'\. Did you mean jsonl\?"):
-        training("fp32", sinks=["jsonll"])
+        training("fp32", callbacks=[Sinks("jsonll")])
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingDependency, match=r"Engine\(sinks=\['wandb'\]\): wandb is not installed\. pip install"):
-        training("fp32", sinks=["wandb:x"])
-    with pytest.raises(BadInput, match=r"Engine\(sinks='jsonl'\): expected a list"):
-        training("fp32", sinks="jsonl")
+    with pytest.raises(MissingDependency, match=r"Sinks\('wandb'\): wandb is not installed\. pip install"):
+        training("fp32", callbacks=[Sinks("wandb:x")])
+    with pytest.raises(BadInput, match=r"Sinks\(\['jsonl'\]\): expected the name of a sink, or a function"):
+        Sinks(["jsonl"])
     assert not list(tmp_path.iterdir())
 
 
@@ -256,13 +243,13 @@ def test_a_refused_engine_leaves_no_trace():
     model = net()
     before = [list(module._forward_pre_hooks) for module in model.modules()]
     with pytest.raises(UnknownName):
-        Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16", sinks=["nowhere"])
+        Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16", callbacks=[Sinks("nowhere")])
     assert [list(module._forward_pre_hooks) for module in model.modules()] == before
 
 
 def test_files_are_named_after_the_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = training("fp32", sinks=["jsonl", "jsonl:mine.jsonl"])
+    run = training("fp32", callbacks=[Sinks("jsonl", "jsonl:mine.jsonl")])
     train(run, 1)
     run.engine.close()
     (own,) = tmp_path.glob("ampwise-*.metrics.jsonl")
@@ -274,7 +261,7 @@ import atexit, json, sys
 import torch
 from contextlib import contextmanager
 from pathlib import Path
-from ampwise import Engine
+from ampwise import Engine, Sinks
 from ampwise.runs.sinks import kinds
 
 log = open("log", "a")
@@ -297,11 +284,12 @@ class Sink:
         say("row", row.step, self.package.ended)
 
 model = torch.nn.Linear(4, 1)
-engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", sinks=[Sink()])
+engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", callbacks=[Sinks(Sink())])
 for _ in range(3):
     step = engine.step(lambda x: model(x).square().mean(), torch.ones(2, 4))
-engine._reporter._awaited.append((step, None))  # facts that arrive last of all
-while not engine._reporter._sinks._threads[0].sent:  # until then nobody knows what the package does at the end
+sinks = engine.callbacks[0]
+sinks._awaited.append((step, None))  # facts that arrive last of all
+while not sinks._threads._threads[0].sent:  # until then nobody knows what the package does at the end
     pass
 sys.exit(6)
 """
@@ -323,10 +311,17 @@ def test_a_hanging_sink_delays_the_end_by_seconds_only(warm, tmp_path):
     assert json.dumps(done.stdout) == '""'
 
 
-def test_a_rejected_argument_opens_no_sink(monkeypatch):
-    opened = []
-    monkeypatch.setattr("ampwise.train.engine.make_reporter", opened.append)
-    model = torch.nn.Linear(2, 1)
-    with pytest.raises(BadInput, match="capsules=5"):
-        Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", sinks=[print], capsules=5)
-    assert opened == []
+def test_a_rejected_argument_opens_no_sink(tmp_path):
+    model, sinks = torch.nn.Linear(2, 1), Sinks(f"jsonl:{tmp_path}/rows.jsonl")
+    with pytest.raises(BadInput, match="clip_norm=0"):
+        Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", callbacks=[sinks], clip_norm=0)
+    assert (sinks._threads, list(tmp_path.iterdir())) == (None, [])
+
+
+def test_sinks_are_of_one_engine():
+    sinks = Sinks(print)
+    run = training("fp32", callbacks=[sinks])
+    with pytest.raises(BadInput, match="already in use by another engine"):
+        training("fp32", callbacks=[sinks])
+    run.engine.close()
+    training("fp32", callbacks=[sinks]).engine.close()

@@ -94,9 +94,11 @@ def test_rates_of_several_groups():
 
 
 def test_a_history_keeps_the_last_steps_that_were_closed():
-    run = training("fp16", history=3, accumulate=2)
-    train(run, 1, 2, 3, 4, 5, None, 7, 8, 9)
+    run = training("fp16", accumulate=2)
     history = run.engine.history
+    assert history.limit == 1000
+    history.limit = 3
+    train(run, 1, 2, 3, 4, 5, None, 7, 8, 9)
     assert (len(history), [step.number for step in history]) == (3, [2, 3, 4])
     assert repr(history) == "<History of 3 steps>"
     assert history["skipped"] == [False, True, False]
@@ -127,7 +129,8 @@ def test_a_step_that_is_not_there_is_an_index_error():
 
 
 def test_a_history_of_none_keeps_none():
-    run = training(history=0)
+    run = training()
+    run.engine.history.limit = 0
     assert train(run, *range(6))[-1].applied
     assert (len(run.engine.history), run.engine.applied_steps) == (0, 6)
 

@@ -109,11 +109,12 @@ def test_what_is_made_wrongly(made, told):
 
 
 def test_the_example_is_one_that_works():
-    from ampwise.tune import train_case as subject
+    from ampwise.tune.train_case import EXPECTED
 
-    place = {"torch": torch, "F": nn.functional, "Net": lambda: nn.Linear(128, 10)}
-    exec("\n".join(line[2:] for line in subject.EXAMPLE.splitlines()), place)
-    assert make_factory(place["make"]).make(batch=3).loss().isfinite()
+    code = f"def make(net=Linear(4, 2), x=torch.ones(3, 4), y=torch.ones(3).long()):\n    {EXPECTED.split('`')[1]}"
+    place = {"torch": torch, "F": nn.functional, "Linear": nn.Linear}
+    exec(code, place)
+    assert make_factory(place["make"]).make().loss().isfinite()
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,41 @@ def test_sizes_that_make_no_sense(rows):
         make_factory(make).make().resized(rows)
 
 
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        (torch.ones(2, 5), r"the batch \(\(2, 5\) float32\) does not fit the loss function: RuntimeError: mat1"),
+        ((torch.ones(2, 4), torch.ones(2)), "does not fit the loss function: TypeError: .* positional argument"),
+        ({"inputs": torch.ones(2, 4)}, "does not fit the loss function: TypeError: .* keyword argument 'inputs'"),
+    ],
+)
+def test_a_batch_that_does_not_fit(batch, told):
+    model = nn.Linear(4, 1)
+    with pytest.raises(BadInput, match=told) as caught:
+        make_factory(lambda: (model, batch, lambda x: model(x).mean()), "train:make").make().loss()
+    assert "\n" not in str(caught.value)
+
+
+def test_errors_of_a_batch_that_fits_stay_as_they_are():
+    def fail(x):
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match=r"^no memory$"):
+        make_factory(lambda: (nn.Linear(4, 1), torch.ones(2, 4), fail)).make().loss()
+
+
+def test_a_script_that_trains_on_import_is_not_imported(tmp_path, monkeypatch):
+    code = "import pathlib\npathlib.Path('imported').touch()\ndef train():\n    loss.backward()\ndef make(): pass\n"
+    (tmp_path / "eager_subject.py").write_text(f"{code}for epoch in range(9):\n    train()\n")
+    (tmp_path / "calm_subject.py").write_text(f"{code}if __name__ == '__main__':\n    train()\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("eager_subject.py:make", "eager_subject:make"):
+        with pytest.raises(BadInput, match=r"eager_subject.py trains when it is imported \(line 7: train\(\)\)\. Put "):
+            load_factory(name)
+    assert not (tmp_path / "imported").exists()
+    assert load_factory("calm_subject.py:make").name == "calm_subject.py:make"
+
+
 def test_a_model_is_no_function():
     with pytest.raises(BadInput, match="got a Linear; expected a function"):
         make_factory(nn.Linear(2, 2), "train:model")
@@ -154,7 +190,7 @@ def test_what_fails_is_reported_in_a_line_with_its_place(tmp_path, monkeypatch):
         load_factory("nowhere.py:make")
     with pytest.raises(BadInput, match="No module named 'nowhere_at_all'"):
         load_factory("nowhere_at_all:make")
-    with pytest.raises(BadInput, match=r"'train': expected module:function or file.py:function"):
+    with pytest.raises(BadInput, match=r"'train': expected train.py:make or train:make"):
         load_factory("train")
 
 

@@ -143,11 +143,11 @@ def test_the_broken_example_has_one(warm, tmp_path):
     script = ROOT / "examples" / "broken_gpt.py"
     warm.run("-m", "ampwise", "run", "-q", "-o", "run", script, "--steps", "3", cwd=tmp_path).check_returncode()
     by_code = {seen.finding.rule.code: seen for seen in Run.read(tmp_path / "run").findings}
+    assert by_code.keys() == {"AMP101", "AMP114", "AMP204", "AMP501"}, "the four mistakes of `make demo`"
     text = script.read_text(encoding="utf-8")
     clip = by_code.pop("AMP101")
     assert applied(clip.diff, text).replace("        scaler.unscale_(optimizer)\n", "", 1) == text
     assert not linted(applied(clip.diff, text), "AMP101")
-    assert by_code
     assert not any(seen.diff for seen in by_code.values()), "what the linter cannot mend has no diff"
 
 

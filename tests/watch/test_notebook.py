@@ -59,8 +59,7 @@ def test_a_cell_is_watched_with_what_earlier_cells_have_made(shell, capsys, tmp_
     out = capsys.readouterr().out
     assert out.startswith("trained\n")
     assert "AMP101" in out
-    assert "×5" in out
-    assert "0.weight" in out
+    assert "5 times, steps 1 to 5" in out
     assert shell.user_ns["clip_grad_norm_"] is original is torch.nn.utils.clip_grad_norm_
     run = Run.read(folder)
     assert sum(bucket.count for bucket in run.steps) == 5
@@ -120,7 +119,7 @@ def test_a_record_that_is_gone_is_not_named(shell, capsys, tmp_path):
         assert f"ampwise report {gettempdir()}" not in out
         shell.run_cell(f"%%ampwise -f -o {tmp_path / 'run'}\n{cell}")
         out = capsys.readouterr().out
-        assert f"The record is in {tmp_path / 'run'}\n" in out
+        assert f"The record is in {tmp_path / 'run'}" in out
         assert "keeps the record" not in out
 
 
@@ -150,7 +149,7 @@ def test_a_notebook_gets_html_and_the_text_for_who_cannot_show_it(shell, capsys,
     shell.run_cell(f"%%ampwise\n{TRAIN}")
     [bundle] = shown.bundles
     assert bundle["text/html"].startswith("<div")
-    for told in ("AMP101", "clip_grad_norm_", "×5"):
+    for told in ("AMP101", "clip_grad_norm_", "5 times, steps 1 to 5"):
         assert told in bundle["text/html"]
         assert told in bundle["text/plain"]
     assert "<script" not in bundle["text/html"]

@@ -192,12 +192,24 @@ def test_a_finding_and_the_record_of_it(write, warm, watched, tmp_path):
     line = path.read_text().splitlines().index("    nn.utils.clip_grad_norm_(model.parameters(), 1.0)") + 1
     assert f"train.py:{line}" in run.stderr
     assert "AMP101" in run.stderr
-    assert "×5" in run.stderr
+    assert "5 times, steps 1 to 5" in run.stderr
     report = ampwise("report", "run", "--json", folder=tmp_path)
     (finding,) = json.loads(report.stdout)["findings"]
     assert (finding["code"], finding["name"], finding["severity"]) == ("AMP101", "clip-scaled-grads", "error")
     assert (finding["place"]["line"], finding["count"]) == (line, 5)
+    assert (finding["place"]["column"], finding["place"]["end_column"]) == (5, 54), "of the call"
+    assert finding["consequences"] == []
     assert finding["fix"]
+
+
+def test_what_goes_bad_is_said_at_once_and_once_above_a_progress_bar(write, watched):
+    pytest.importorskip("tqdm")
+    write(f"import tqdm\n{TRAINING}\nfor _ in tqdm.tqdm(range(5), mininterval=0):\n    step()\n")
+    lines = [line.rpartition("\r")[2] for line in watched("-o", "run", "train.py").stderr.split("\n")]
+    said = "ampwise: step 1: gradients are clipped before `scaler.unscale_` (train.py:17, AMP101)"
+    assert [line for line in lines if line.startswith("ampwise:")] == [said]
+    assert any("5/5" in line for line in lines[lines.index(said) :])  # the bar goes on below it
+    assert "ampwise" not in watched("-q", "-f", "-o", "run", "train.py").stderr
 
 
 UNTIL_IT_IS_ON_DISK = """

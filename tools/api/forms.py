@@ -1,9 +1,11 @@
-"""The forms that have a version: what is written to disk, and JSON. Their top-level keys, as the source has them."""
+"""The forms that have a version: what is written to disk, and what `--json` prints. Their top-level keys."""
 
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 from tools.api.source import Module, Source
 
@@ -12,12 +14,19 @@ __all__ = ["form_lines"]
 CONSTANT = "VERSION"
 
 
-def form_lines(source: Source) -> Iterator[str]:
-    """A line a form: each table of the source that has a "version" which is a VERSION."""
+def form_lines(source: Source, schemas: Path) -> Iterator[str]:
+    """A line a form: each table of the source that has a "version" which is a VERSION, and each JSON schema."""
     for module in source.modules(CONSTANT):
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Dict) and _is_form(node):
                 yield f"{module.name}, version {_number(source, module)}: {', '.join(_keys(node))}"
+    for file in sorted(schemas.glob("*.json")):
+        schema = json.loads(file.read_text(encoding="utf-8"))
+        objects = [form.get("items", form) for form in schema.get("anyOf", [schema])]
+        keys = dict.fromkeys(
+            key for each in objects for form in each.get("anyOf", [each]) for key in form.get("properties", ())
+        )
+        yield f"ampwise schema {file.stem}, version {schema['$id'].rpartition(':')[2]}: {', '.join(keys)}"
 
 
 def _is_form(node: ast.Dict) -> bool:

@@ -56,7 +56,8 @@ STRING_OR_COMMENT = (
 class SettingsByFolder:
     """Settings of each folder, looked up once."""
 
-    def __init__(self, config: str | None = None, *, isolated: bool = False) -> None:
+    def __init__(self, config: str | None = None, *, isolated: bool = False, exclude: tuple[str, ...] = ()) -> None:
+        self.exclude = exclude  # besides what the settings exclude: globs of the command line, for the current folder
         self._everywhere: CheckSettings | None = None
         self._known: dict[str, CheckSettings] = {}
         if config is not None and isolated:

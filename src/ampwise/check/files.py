@@ -65,7 +65,7 @@ def is_excluded(path: str, configs: SettingsByFolder) -> bool:
     is_below_top = here.startswith(os.path.join(top, ""))
     while here != top:
         above, name = os.path.split(here)
-        if _exclusion(configs.for_folder(above), above)(name):
+        if _exclusion(configs, above)(name):
             return True
         if not is_below_top:  # names of folders outside of the project do not count
             return False
@@ -144,7 +144,7 @@ class _Walk:
             try:
                 if not self._is_new(folder):
                     continue
-                is_excluded_here = _exclusion(self._configs.for_folder(folder), folder)
+                is_excluded_here = _exclusion(self._configs, folder)
                 with os.scandir(folder) as found:
                     entries = sorted([e for e in found if not is_excluded_here(e.name)], key=lambda entry: entry.name)
             except OSError as error:
@@ -189,14 +189,24 @@ class _Walk:
         return False
 
 
-def _exclusion(settings: CheckSettings, folder: str) -> Callable[[str], bool]:
-    """Return a test whether the settings exclude a name in one folder."""
+def _exclusion(configs: SettingsByFolder, folder: str) -> Callable[[str], bool]:
+    """Return a test whether the settings, or the command line, exclude a name in one folder."""
+    settings = configs.for_folder(folder)
     globs = (*(DEFAULT_EXCLUDE if settings.exclude is None else settings.exclude), *settings.extend_exclude)
+    excludes = _matches(globs, folder, settings.folder)
+    if not configs.exclude:
+        return excludes
+    also_excludes = _matches(configs.exclude, folder, ".")
+    return lambda name: excludes(name) or also_excludes(name)
+
+
+def _matches(globs: tuple[str, ...], folder: str, base: str) -> Callable[[str], bool]:
+    """Return a test whether a name in ``folder`` matches one of the globs, by itself or by its path from ``base``."""
     names = frozenset([glob for glob in globs if not set(glob) & set("*?[/")])
     matcher = glob_matcher(tuple([glob for glob in globs if glob not in names]))
     if matcher is None:
         return names.__contains__
-    relative = os.path.relpath(folder, settings.folder).replace(os.sep, "/")
+    relative = os.path.relpath(folder, base).replace(os.sep, "/")
     prefix = "" if relative in ("", ".") else f"{relative}/"
     match = matcher.match
     return lambda name: bool(name in names or match(name) or match(prefix + name))

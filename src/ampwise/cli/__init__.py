@@ -1,9 +1,10 @@
 """The command line: one module per command.
 
-A command is a module of this package with a docstring (its help), ``add_arguments(parser)`` and ``run(args)``,
-which returns the exit code: 0 clean, 1 findings, 2 error. The modules in this folder are the list of commands.
-Commands import what they need inside ``run``, so that ``ampwise explain`` never pays for torch; one that cannot do
-without it sets ``NEEDS_TORCH``.
+A command is a module of this package with a docstring (its help; the first line is its line in ``ampwise --help``), a
+``GROUP`` to be listed in, ``add_arguments(parser)`` and ``run(args)``, which returns the exit code: 0 clean, 1
+findings, 2 error. The modules in this folder are the list of commands. Commands import what they need inside ``run``,
+so that ``ampwise explain`` never pays for torch; one that cannot do without it sets ``NEEDS_TORCH``. Arguments that
+several commands have are in ``_arguments``; they are checked here, before torch is imported.
 """
 
 from __future__ import annotations
@@ -19,17 +20,42 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ampwise.errors import AmpwiseError, MissingDependency, UnknownName, nearest
+from ampwise.cli._arguments import check_shared
+from ampwise.errors import AmpwiseError, BadInput, MissingDependency, UnknownName, nearest
 from ampwise.finding.package_modules import module_names
-from ampwise.finding.terminal import OutputError, console, flush, output_errors, say, write
+from ampwise.finding.terminal import OutputError, console, flush, output_errors, paint, say, wants_colour, write
 
 if TYPE_CHECKING:
     from typing import NoReturn
 
-__all__ = ["build_parser", "commands", "main", "print_json", "say_which_gpu", "script", "summaries"]
+__all__ = ["build_parser", "commands", "main", "overview", "print_json", "script", "summaries"]
 
-DESCRIPTION = "Mixed-precision training for PyTorch: checked, measured, explained."
-EPILOG = "`ampwise COMMAND --help` explains a command, with examples."
+DESCRIPTION = "Find and fix mixed-precision bugs in PyTorch training."
+START = {
+    "ampwise check train.py": "find mistakes, without running the script",
+    "ampwise run train.py": "train as usual, and watch for trouble",
+    "ampwise report": "show what the newest run found",
+}
+# The order of groups and of commands in them; a command that is not named here comes after those of its group.
+ORDER = (
+    *("check", "run", "watch", "report", "replay", "explain"),
+    *("advise", "bench", "memory", "align", "diff", "search"),
+    *("formats", "gpu", "schema", "checkpoints", "mcp", "skill", "init", "completion"),
+)
+# What people type, by habit from other tools or from an earlier version, and what it is here.
+INSTEAD = {
+    "compare": "bench",
+    "resume": "checkpoints",
+    "rules": "explain",
+    "lint": "check",
+    "fix": "check --fix",
+    "runs": "report",
+    "trace": "replay",
+    "version": "--version",
+    "--out": "--output",
+    "--html": "--output",
+    "--build": "MAKE",
+}
 
 INTERRUPTED = 130  # 128 + SIGINT
 READER_GONE = 141  # 128 + SIGPIPE, as a shell reports a program that the signal ended
@@ -87,29 +113,47 @@ def summaries() -> dict[str, str]:
     return {name: doc.strip().partition("\n")[0].rstrip(".") for name, doc in docs.items()}
 
 
+def overview(colour: bool = False) -> str:
+    """Return the help of the program: three commands to start with, then all by group, a line each."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(commands(), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
+        module = importlib.import_module(f"{__name__}.{name}")
+        groups.setdefault(getattr(module, "GROUP", "Other"), []).append(name)
+    said = summaries()
+    lines = [DESCRIPTION, "", *(f"  {line:24}{what}" for line, what in START.items())]
+    for group, names in groups.items():
+        lines += ["", paint(group, "bold", colour), *(f"  {name:13}{said[name]}" for name in names)]
+    lines += ["", "`ampwise help COMMAND` explains one, with examples; `-V` shows the version.", ""]
+    return "\n".join(lines)
+
+
 def build_parser(words: Sequence[str] = ()) -> _Parser:
-    """Build the parser for a command line; if it names a command, only that command's module is loaded."""
-    parser = _Parser(prog="ampwise", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("--version", action=_Version)
+    """Build the parser for a command line; only the module of the command that it names is loaded."""
+    parser = _Parser(prog="ampwise")
+    parser.add_argument("-V", "--version", action=_Version)
     leading = list(itertools.takewhile(lambda word: word.startswith("-"), words))
-    named = words[len(leading)] if len(leading) < len(words) else None
-    known = commands()
-    if named is not None:
-        parser.refuse_command_options(leading)
-    if named is not None and named not in known:
-        raise UnknownName("command", named, known, listing="`ampwise --help` lists the commands.")
-    subparsers = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=_Parser)
-    for name in known if named is None else [named]:
-        command = importlib.import_module(f"{__name__}.{name}")
-        text = (command.__doc__ or "").strip()
-        summary = text.partition("\n")[0].rstrip(".").replace("%", "%%")  # argparse reads % as a format
-        subparser = subparsers.add_parser(name, help=summary, description=text)
-        command.add_arguments(subparser)
-        subparser.set_defaults(command=command, parser=subparser)
+    if len(leading) == len(words):
+        parser.format_help = lambda: overview(wants_colour(sys.stdout))  # type: ignore[method-assign]
+        return parser
+    name, known = words[len(leading)], commands()
+    parser.refuse_command_options(leading, name if name in known else "COMMAND")
+    if name not in known:
+        if name in INSTEAD:
+            raise BadInput(f"unknown command {name!r}. Did you mean `ampwise {INSTEAD[name]}`?")
+        raise UnknownName("command", name, known, listing="`ampwise --help` lists the commands.")
+    command = importlib.import_module(f"{__name__}.{name}")
+    subparser = parser.add_subparsers(parser_class=_Parser).add_parser(
+        name, description=(command.__doc__ or "").strip()
+    )
+    command.add_arguments(subparser)
+    subparser.set_defaults(command=command, parser=subparser)
+    parser.command = subparser
     return parser
 
 
 def _run(words: list[str]) -> int:
+    if words[:1] == ["help"]:  # `ampwise help check` is `ampwise check --help`
+        words = [*words[1:2], "--help"]
     parser = build_parser(words)
     flushes = True
     try:
@@ -120,8 +164,7 @@ def _run(words: list[str]) -> int:
             parser.print_help()
             return 0
         flushes = not getattr(args.command, "SCRIPT_OWNS_STREAMS", False)
-        if getattr(args, "gpu", None):
-            say_which_gpu(args.gpu)
+        check_shared(args)
         try:
             return int(args.command.run(args))
         except ImportError as error:
@@ -133,26 +176,11 @@ def _run(words: list[str]) -> int:
             flush(sys.stdout)
 
 
-def say_which_gpu(name: str) -> None:
-    """Say which device a family's name, such as "a100", was taken to mean; UnknownName for a name that none has.
-
-    Here, before a command loads torch, since an unknown name should not take seconds.
-    """
-    from ampwise.hardware.catalog import compute_capability, gpu_named, other_variants
-
-    known_otherwise = name.strip().lower().removeprefix("sm_")
-    if known_otherwise == "cpu" or known_otherwise.isdigit() or compute_capability(known_otherwise):
-        return  # `ampwise advise` takes these, too
-    others = other_variants(name)
-    if others:
-        say("{}: taken as {}; others: {}", name, gpu_named(name).name, ", ".join(others))
-
-
 def print_json(value: Any) -> None:
-    """Print strict JSON on stdout."""
-    from ampwise.finding.strict_json import dumps
+    """Print strict JSON on stdout: an object with the version of its schema (see cli/_schemas), or an array."""
+    from ampwise.finding.strict_json import SCHEMA_VERSION, dumps
 
-    write(dumps(value), sys.stdout)
+    write(dumps({"version": SCHEMA_VERSION, **value} if isinstance(value, dict) else value), sys.stdout)
 
 
 def _drop_stdout() -> None:
@@ -163,6 +191,8 @@ def _drop_stdout() -> None:
 class _Parser(argparse.ArgumentParser):
     """ArgumentParser whose errors are one line that names the help, and which takes no abbreviated options."""
 
+    command: _Parser  # of the command that was named
+
     def __init__(self, **options: Any) -> None:
         # An abbreviation that works today is ambiguous after the next option is added.
         # Nothing is printed with this formatter; without a width it would import shutil to find one.
@@ -172,10 +202,14 @@ class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         # Set here: argparse makes a formatter for each argument that is added, and this one imports rich.
         self.formatter_class = _formatter()
+        self.description = _wrapped(self.description or "")
         with output_errors():  # rich touches the stream before anything is written
             return super().format_help()
 
     def error(self, message: str) -> NoReturn:
+        message = message.removesuffix(", ARGS")  # those of a script: argparse wants them listed, but there may be none
+        if message.endswith("required: MAKE"):
+            message = "name your function that makes the model and a batch, MAKE; `ampwise init train.py` writes one"
         stop = "" if message.endswith((".", "?")) else "."
         say("ampwise: error: {}{} See `{} --help`.", message, stop, self.prog)
         raise SystemExit(2)
@@ -184,11 +218,11 @@ class _Parser(argparse.ArgumentParser):
         # argparse ignores errors when it writes help.
         write(message, sys.stderr if file is None else file)
 
-    def refuse_command_options(self, leading: Sequence[str]) -> None:
+    def refuse_command_options(self, leading: Sequence[str], command: str) -> None:
         """Refuse `ampwise --json formats`: options of a command come after it."""
         for option in (word.partition("=")[0] for word in leading):
             if option != "--" and option not in self._option_string_actions:
-                self.error(f"unknown option {option!r}; options of a command come after the command")
+                self.error(f"unknown option {option!r}; options come after the command: `ampwise {command} {option}`")
 
     def refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
         """Report the first unknown word only; argparse would list all words after it, too."""
@@ -196,7 +230,10 @@ class _Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             self.error(f"unexpected argument {word!r}")
         option = word.partition("=")[0]
-        close = nearest(option, self._option_string_actions) if option.startswith("--") else []
+        names = [*self._option_string_actions, *(str(action.metavar) for action in self._get_positional_actions())]
+        close = [INSTEAD[option]] if INSTEAD.get(option) in names else []
+        if option.startswith("--") and option not in INSTEAD:
+            close = nearest(option, (name for name in names if name.startswith("--")))
         self.error(f"unknown option {option!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
 
 
@@ -211,6 +248,21 @@ class _Version(argparse.Action):
 
         say("ampwise {}", installed_version() or "(a source folder, not installed)", stream=sys.stdout)
         parser.exit()
+
+
+def _wrapped(text: str) -> str:
+    """Wrap paragraphs at the width of the terminal; indented lines, which are examples and tables, stay as they are."""
+    import shutil
+    import textwrap
+
+    width = max(shutil.get_terminal_size().columns - 2, 40)  # as argparse has it for options
+    lines: list[str] = []
+    for is_prose, group in itertools.groupby(text.splitlines(), lambda line: line[:1].strip() != ""):
+        if is_prose:
+            lines += textwrap.wrap(" ".join(group), width, break_long_words=False, break_on_hyphens=False)
+        else:
+            lines += group
+    return "\n".join(lines)
 
 
 def _formatter() -> type[argparse.HelpFormatter]:

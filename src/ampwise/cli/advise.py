@@ -1,16 +1,16 @@
-"""Recommend a precision to train in, with reasons, and reject what will not work.
+"""Recommend a precision for a model and a GPU, with reasons.
 
 The device decides first (tensor cores, emulation, memory), then the model (size, kind, parts that 16 bits
 hurt), then the symptom, then your measurement. Every number says what it is based on: measured, derived, or
 a datasheet. Without --gpu the advice is for this machine; without any argument, on a terminal, it asks.
 
-SUBJECT is a function that makes model, batch and loss, as module:callable or file.py:callable. It is called
-once, on the meta device: nothing is allocated or run. --params and --arch describe a model without one.
+MAKE is your function that makes the model and a batch, train.py:make; `ampwise init train.py` writes one. It is
+called once, on the meta device: nothing is allocated or run. --params and --arch describe a model without one.
 
 Examples:
   ampwise advise
-  ampwise advise train:make --gpu h200
-  ampwise advise --params 7B --arch transformer --gpu a100-40
+  ampwise advise train.py:make --gpu h200
+  ampwise advise --params 7B --arch transformer --gpu a100
   ampwise advise --gpu v100-sxm2-16 --want bf16
   ampwise advise --gpu v100-sxm2-16 --scaling manual:1000
   ampwise advise --symptom nan --idea autocast-off
@@ -18,19 +18,6 @@ Examples:
   ampwise advise --gpu h100-sxm --params 124M --json | jq -r .precision
 
 The exit code is 0 with advice, 1 if something that you wanted or proposed is rejected, and 2 on an error.
-
-With --json: {precision, refused, asked, why, loss_scale, keep_fp32, tf32, compile, speedup, speedup_why,
-triage, changes, findings, code}
-  precision   fp32, tf32, fp16, bf16, fp8; auto if the device is unknown
-  why         [{text, basis}], the basis one of read here, measured by you, measured on one H200,
-              derived, datasheet, rule
-  loss_scale  {init_scale, growth_factor, backoff_factor, growth_interval, why}, or null if none is needed
-  keep_fp32   [{what, why, how, by_itself, patterns, modules}]
-  speedup     {low, high, ceiling, over, approximate, measured, basis}, or null if peaks are unknown
-  findings    as elsewhere; in evidence: answer (no or careful), costs by choice, to_know {command, tells}, and
-              refuses, the precision that is rejected
-  code        {torch, ampwise}: Python to paste
-Unknown values are null.
 """
 
 from __future__ import annotations
@@ -44,20 +31,23 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ampwise.cli import print_json, say_which_gpu
+from ampwise.cli import print_json
+from ampwise.cli._arguments import add_make, check_gpu
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
 from ampwise.finding.terminal import say, wants_colour, write
 
 __all__ = ["add_arguments", "run"]
 
+GROUP = "Choose a precision"
+TAKES_CAPABILITY = True  # --gpu may be 8.6, sm_86 or cpu
 PIPE_WIDTH = 110
 NARROWEST = 40
-QUESTION = ("subject", "params", "arch", "gpu", "want", "scaling", "symptom", "idea", "measured")
+QUESTION = ("make", "params", "arch", "gpu", "want", "scaling", "symptom", "idea", "measured")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("subject", metavar="SUBJECT", nargs="?", help="module:callable that makes model, batch, loss")
+    add_make(parser, nargs="?")
     add("--params", metavar="N", help="how many parameters: 124M, 7B, 1.3e9")
     add("--arch", metavar="KIND", help="the kind of model: transformer, cnn, …; --ideas lists them")
     add("--gpu", metavar="NAME", help="a device (a100, rtx4090; `ampwise gpu --list`), a capability (8.6), or cpu")
@@ -67,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--idea", metavar="NAME", action="append", default=[], help="what was proposed; may be repeated; see --ideas")
     add("--measured", metavar="X", help="the speed-up of 16 bits over FP32, as you measured it: 1.8")
     add("--ideas", action="store_true", help="list ideas, symptoms and kinds of model")
-    add("--json", action="store_true", help="JSON, as described above")
+    add("--json", action="store_true", help="JSON, as `ampwise schema advise` describes it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if on_terminal and not args.json and not any(asked.values()):
         asked |= _ask()
         if asked["gpu"]:
-            say_which_gpu(asked["gpu"])
+            check_gpu(asked["gpu"], or_capability=True)
     measured = asked.pop("measured")
     try:
         measured = None if measured is None else float(measured.removesuffix("x").removesuffix("×"))
@@ -88,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from ampwise.tune.advise.advice import as_text
 
     with contextlib.redirect_stdout(sys.stderr):  # keep what the user's code prints out of our output
-        advice = advise(asked.pop("subject"), ideas=asked.pop("idea"), measured=measured, **asked)
+        advice = advise(asked.pop("make"), ideas=asked.pop("idea"), measured=measured, **asked)
     if args.json:
         print_json(advice.as_dict())
     else:

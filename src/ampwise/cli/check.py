@@ -1,14 +1,16 @@
-"""Find mixed-precision mistakes in scripts and notebooks, without running them.
+"""Find mixed-precision mistakes, without running the script.
 
 PATHs are files, folders, or - for stdin. Folders are searched for .py and .ipynb files, except in folders such as
 .venv, build and node_modules, and except what the settings exclude; a symlink that leads out of the folder is not
 followed. A file given by name is always checked, unless --force-exclude applies the exclusions to it, too (use it with
-pre-commit).
+pre-commit). --exclude adds to what the settings exclude; --show-files lists what is left.
 
 Examples:
   ampwise check
   ampwise check train.py notebooks/
   ampwise check --fix train.py
+  ampwise check --watch train.py
+  ampwise check --exclude tests,'*_old.py' --show-files .
   ampwise check --diff --unsafe-fixes .
   ampwise check --select ALL --ignore AMP4,misaligned-dims .
   ampwise check --statistics --exit-zero .
@@ -25,7 +27,7 @@ Settings come from [tool.ampwise] in the nearest pyproject.toml, or from an ampw
 choose rules, files and the output format; only the command line can make ampwise write files:
   [tool.ampwise]
   select = ["AMP1", "AMP2"]           also: ignore, extend-select
-  extend-exclude = ["third_party"]    also: exclude, which replaces the default list
+  extend-exclude = ["third_party"]    also: exclude, instead of the defaults
   output-format = "concise"
   [tool.ampwise.per-file-ignores]
   "tests/*" = ["sync-every-step"]
@@ -34,6 +36,8 @@ choose rules, files and the output format; only the command line can make ampwis
 fix is checked before it is written: if its finding remains, or a new one appears, the fix is left out. A file that has
 changed since it was read, or that is a symlink out of the folder, is not written. With -, the fixed text goes to stdout
 and the findings to stderr.
+
+--watch checks again whenever a file changes, appears or disappears, or the settings do, until Ctrl-C.
 
 --diff into a file or a pipe is an exact patch for `patch -p0`. On a terminal, control characters and characters that
 hide text are shown as escapes, as in all of ampwise's output.
@@ -46,14 +50,16 @@ read are named on stderr and counted in the last line; the other files are still
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ampwise.errors import BadInput
-from ampwise.finding.terminal import flush, say, wants_colour, write, write_exact
+from ampwise.cli._arguments import count
+from ampwise.errors import AmpwiseError, BadInput
+from ampwise.finding.terminal import flush, printable, redraw, say, wants_colour, write, write_exact
 from ampwise.report.printers import VARIABLE, add_output_arguments, known_output_format, output_format, print_findings
 
 if TYPE_CHECKING:
@@ -63,7 +69,9 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+GROUP = "Find bugs"
 STDIN = "-"
+LOOK_EVERY_S = 0.5  # for changed files
 FOR_PEOPLE = ("concise", "full")
 
 
@@ -79,11 +87,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--add-noqa", action="store_true", help="suppress each finding with a comment in the file")
     add("--statistics", action="store_true", help="only show how often each rule was broken")
     add("--exit-zero", action="store_true", help="exit with 0 even if there are findings")
+    add("--exclude", metavar="PATTERN", action="append", help="skip these, too: comma-separated; may be repeated")
     add("--force-exclude", action="store_true", help="apply exclusions to PATHs given by name, too")
+    add("--show-files", action="store_true", help="only list the files that would be checked")
+    add("--watch", action="store_true", help="check again when a file changes, until Ctrl-C")
     add("--stdin-filename", metavar="FILE", help="the name of stdin in findings and for settings")
     add("--config", metavar="FILE", help="read settings from this file only")
     add("--isolated", action="store_true", help="ignore all settings files")
-    add("--jobs", metavar="N", type=_positive, help="processes for many files (default: all cores)")
+    add("--jobs", metavar="N", type=count, help="processes for many files (default: all cores)")
     add_output_arguments(parser)
 
 
@@ -93,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return _run(args)
+        return _watch(args) if args.watch else _run(args)
     finally:
         if was_enabled:
             gc.enable()
@@ -101,7 +112,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from ampwise.check.config import SettingsByFolder
-    from ampwise.check.linter import RuleSelection, check_paths
+    from ampwise.check.files import find_files
+    from ampwise.check.linter import CheckReport, RuleSelection, check_paths
     from ampwise.check.selectors import SelectorLayer
 
     if STDIN in args.paths and len(args.paths) > 1:
@@ -112,13 +124,20 @@ def _run(args: argparse.Namespace) -> int:
         raise BadInput("check --select: no rule was given. `ampwise explain` lists the rules.")
     if args.add_noqa and (args.fix or args.diff):
         raise BadInput("check --add-noqa: cannot be combined with --fix or --diff")
-    configs = SettingsByFolder(args.config, isolated=args.isolated)
+    if args.watch and (STDIN in args.paths or args.diff or args.add_noqa or args.show_files):
+        raise BadInput("check --watch: cannot be combined with stdin, --diff, --add-noqa or --show-files")
+    configs = SettingsByFolder(args.config, isolated=args.isolated, exclude=_listed(args.exclude))
     command_line = SelectorLayer(
         select=_listed(args.select) if args.select else None,
         ignore=_listed(args.ignore),
         extend_select=_listed(args.extend_select),
     )
     choice = RuleSelection(configs, command_line)
+    if args.show_files:
+        found = find_files(args.paths, configs, force_exclude=args.force_exclude)
+        write("".join(f"{printable(path)}\n" for path in found.files), sys.stdout)
+        _warn(CheckReport(unreadable=found.unreadable, notes=found.notes))
+        return 2 if found.unreadable and not found.files else 0
     if args.paths == [STDIN]:
         _set_output_format(args, configs.for_file(args.stdin_filename or ""))
         return _run_stdin(args, choice)
@@ -139,6 +158,65 @@ def _run(args: argparse.Namespace) -> int:
     return _print_report(args, report, fixed)
 
 
+def _watch(args: argparse.Namespace) -> int:
+    """Check again whenever a file or its settings change, until Ctrl-C."""
+    import time
+
+    from ampwise.check.config import SettingsByFolder
+    from ampwise.check.files import find_files
+
+    def state() -> dict[str, tuple[int, int]]:
+        """Return the time of change and the size of each file to check, and of the settings files."""
+        try:
+            configs = SettingsByFolder(args.config, isolated=args.isolated, exclude=_listed(args.exclude))
+            files = find_files(args.paths, configs, force_exclude=args.force_exclude).files
+            sources = {configs.for_file(path).source for path in files} | {configs.for_folder(".").source}
+        except BadInput as error:  # in the settings, and to be corrected there
+            return {str(error): (0, 0)}
+        found = {}
+        for path in [*files, *filter(None, sources)]:
+            with contextlib.suppress(OSError):  # it has just been removed
+                status = os.stat(path)  # noqa: PTH116
+                found[path] = (status.st_mtime_ns, status.st_size)
+        return found
+
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()
+    is_first = True
+    try:
+        while True:
+            seen = state()
+            try:
+                _run(argparse.Namespace(**vars(args)))
+            except AmpwiseError as error:
+                if is_first:  # wrong arguments
+                    raise
+                say("ampwise: error: {}", error)
+            is_first = False
+            if args.fix:  # what it wrote is not a change
+                seen = state()
+            gc.collect()  # it is switched off, and each check leaves syntax trees
+            flush(sys.stdout)
+            line = f"ampwise: watching {len(seen)} file{'s' if len(seen) != 1 else ''}; Ctrl-C ends"
+            if on_terminal:
+                redraw(line, sys.stderr)
+            else:
+                say("{}", line)
+            took_s, now = 0.0, seen
+            while now == seen:
+                time.sleep(max(LOOK_EVERY_S, 9 * took_s))  # at a large folder, look less often
+                began = time.monotonic()
+                now = state()
+                took_s = time.monotonic() - began
+            changed = sorted({path for path, _ in now.items() ^ seen.items()})
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            if on_terminal:
+                redraw("", sys.stderr)
+            say("ampwise: {} changed at {}", f"{changed[0]}{more}", time.strftime("%H:%M:%S"))
+    except KeyboardInterrupt:
+        say("")
+        return 0
+
+
 def _set_output_format(args: argparse.Namespace, settings: CheckSettings) -> None:
     """Take the output format from the command line, the environment or the settings, in this order."""
     if not args.output_format and not os.environ.get(VARIABLE):
@@ -149,13 +227,6 @@ def _set_output_format(args: argparse.Namespace, settings: CheckSettings) -> Non
 
 def _listed(options: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(word.strip() for option in options or () for word in option.split(",") if word.strip())
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of processes of 1 or more, got {text!r}")
-    return number
 
 
 # Output

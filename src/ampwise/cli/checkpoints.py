@@ -1,4 +1,4 @@
-"""Show which checkpoint a run would resume from, and why not from a newer one.
+"""Show which checkpoint a run would resume from, and why.
 
 DIR is the directory that a Guard writes to. A run resumes from the newest intact checkpoint; one that is
 damaged, or whose weights are not finite, is skipped. By default names, sizes and the manifest are checked;
@@ -7,7 +7,7 @@ code in a checkpoint is run.
 
 Examples:
   ampwise checkpoints checkpoints
-  ampwise checkpoints checkpoints --show
+  ampwise checkpoints checkpoints -v
   ampwise checkpoints checkpoints --verify
   ampwise checkpoints checkpoints --json | jq -r '.resume.step'
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+GROUP = "Checkpoints"
 LONGEST_PRECISION = 20
 FIRST_TIME, LAST_TIME = 1, 2**33  # Unix times that can be shown as a date
 
@@ -39,9 +40,9 @@ FIRST_TIME, LAST_TIME = 1, 2**33  # Unix times that can be shown as a date
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("directory", metavar="DIR", help="the directory of the checkpoints")
-    add("--show", action="store_true", help="list all checkpoints in a table")
+    add("-v", "--verbose", action="store_true", help="list all checkpoints in a table")
     add("--verify", action="store_true", help="read all files and compare their checksums")
-    add("--json", action="store_true", help="a JSON object with all checkpoints")
+    add("--json", action="store_true", help="JSON, as `ampwise schema checkpoints` describes it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         resume = None if chosen is None else _data(chosen)
         print_json({"directory": args.directory, "resume": resume, "checkpoints": [_data(each) for each in found]})
         return 0 if chosen else 1
-    if args.show and found:
+    if args.verbose and found:
         from rich.text import Text
 
         columns = table("name", "step", "saved", "size", "ranks", "precision", "state")
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         for each in found[: len(found) if chosen is None else found.index(chosen)]:
             say("Not from step {} ({}): {}", each.step, each.path.name, each.trouble, stream=sys.stdout)
     if chosen is None:
-        undone = "all were rolled back" if found else "it is empty"
+        undone = "all were rolled back" if found else "it has none"
         end = f"{undone}. A run would start from the beginning."
         if any(not each.undone for each in found):
             end = "all are damaged. A run would refuse to start: give it another directory."

@@ -1,4 +1,4 @@
-"""Explain a rule, or list the rules.
+"""Explain a rule, or list all rules.
 
 With the code or the name of a rule: what it means, why it matters, how to fix it, and which commands find it. With
 another word: the rules that mention it. Without arguments: all rules, those of installed plugins included.
@@ -9,8 +9,6 @@ Examples:
   ampwise explain clip
   ampwise explain
   ampwise explain AMP101 --json | jq -r '.[0].fix'
-
-With --json, an array of {code, name, severity, summary, why, fix, bad, good, on_by_default, url, fixable, found_by}.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from ampwise.finding.terminal import paint, wants_colour, write
 
 __all__ = ["add_arguments", "run"]
 
+GROUP = "Find bugs"
 WIDEST = 90  # longer lines of prose are hard to read
 NARROWEST = 20  # COLUMNS may be set to nonsense such as 2
 INDENT = "  "
@@ -41,7 +40,7 @@ FIXED_BY = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rule", metavar="RULE", nargs="*", help="the code or the name of a rule, or words to search")
-    parser.add_argument("--json", action="store_true", help="JSON, as described above")
+    parser.add_argument("--json", action="store_true", help="JSON, as `ampwise schema explain` describes it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,7 +79,7 @@ def table(rules: Sequence[Rule], colour: bool = False, width: int | None = None)
     from ampwise.finding.registry import rule_groups
 
     def line(rule: Rule, colour: bool) -> tuple[str, str]:
-        severity = paint(f"{rule.severity:7}", rule.severity, colour)
+        severity = paint(f"{rule.severity.word:7}", rule.severity, colour)
         off = "" if rule.on_by_default else " (off by default)"
         head = f"  {rule.code:6}  {rule.name:{name_width}}  {severity}  {MARKS[rule.fixable]}"
         return head, f"{terminal.printable(rule.summary)}{off}"
@@ -103,16 +102,15 @@ def table(rules: Sequence[Rule], colour: bool = False, width: int | None = None)
 
 
 def page(rule: Rule, colour: bool = False) -> str:
-    """Return the explanation of a rule as text."""
+    """Return the explanation of a rule as text, on one screen: what to do comes before why."""
     from ampwise.finding.registry import found_by
 
     off = "" if rule.on_by_default else ", off by default"
-    title = f"{paint(rule.code, rule.severity, colour)} {paint(rule.name, 'bold', colour)} ({rule.severity}{off})"
+    title = f"{paint(rule.code, rule.severity, colour)} {paint(rule.name, 'bold', colour)} ({rule.severity.word}{off})"
     sections = {
-        "Why": _prose(rule.why),
         "Fix": "\n".join(filter(None, [_prose(rule.fix), FIXED_BY[rule.fixable]])),
-        "Bad": _code(rule.bad, colour),
-        "Good": _code(rule.good, colour),
+        "Example": _changes(rule, colour),
+        "Why": _prose(rule.why),
         "Found by": ", ".join(found_by(rule)),
         "More": rule.url or "",
     }
@@ -131,19 +129,16 @@ def _prose(text: str) -> str:
     return "\n\n".join(part if "\n " in part else textwrap.fill(part, width) for part in paragraphs)
 
 
-def _code(text: str, colour: bool) -> str:
-    """Return code, coloured by rich, which is slow to import, only for colour output."""
-    code = textwrap.dedent(text).strip("\n")
-    if not colour:
-        return code
-    import io
+def _changes(rule: Rule, colour: bool) -> str:
+    """Return the rule's example as a diff from the bad code to the good one."""
+    from difflib import SequenceMatcher
 
-    from rich.console import Console
-    from rich.syntax import Syntax
-
-    language = "console" if code.startswith("$ ") else "python"
-    highlighted = Syntax(code, language, theme="ansi_dark", background_color="default").highlight(code)
-    highlighted.rstrip()
-    buffer = io.StringIO()
-    Console(file=buffer, force_terminal=True, color_system="standard", width=1000).print(highlighted, end="")
-    return buffer.getvalue()
+    bad, good = (textwrap.dedent(text).strip("\n").split("\n") for text in (rule.bad, rule.good))
+    lines = []
+    for kind, start, end, then, until in SequenceMatcher(None, bad, good, autojunk=False).get_opcodes():
+        if kind == "equal":
+            lines += [f"  {line}".rstrip() for line in bad[start:end]]
+        else:
+            lines += [paint(f"- {line}".rstrip(), "removed", colour) for line in bad[start:end]]
+            lines += [paint(f"+ {line}".rstrip(), "added", colour) for line in good[then:until]]
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Compare number formats: range, precision, bits, and what they mean for training.
+"""Compare number formats: range, precision, bits.
 
 Without a NAME, all formats are listed; with NAMEs, those are compared in detail. Aliases work: fp16, half,
 float16 and torch.float16 are the same format.
@@ -12,16 +12,6 @@ Examples:
   ampwise formats fp16 bf16
   ampwise formats fp8 e5m2 mxfp8
   ampwise formats fp16 --json | jq '.[0].smallest_subnormal'
-
-With --json: an array with one object per format. What a format does not have is null. Magnitudes at or below
-2**flush_exponent round to zero. Magnitudes above overflow_threshold overflow, and so does one equal to it if
-overflow_at_threshold is true.
-  kind "scalar"  {name, title, aliases, torch_dtype, bits, bytes_per_value, signed, exponent_bits,
-                  mantissa_bits, bias, codes, infinities, nans, max, smallest_normal, smallest_subnormal,
-                  epsilon, decimal_digits, flush_exponent, overflow_threshold, overflow_at_threshold,
-                  needs_loss_scale, since, training}
-  kind "block"   {name, title, aliases, element, scale, block_size, tensor_scale, bits_per_value,
-                  bytes_per_value, max, smallest, needs_loss_scale, since, training}
 """
 
 from __future__ import annotations
@@ -43,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+GROUP = "Look up"
 # Letter, meaning and colour of the parts of a number, from its highest bit down.
 PARTS = (("S", "sign", "black on red"), ("E", "exponent", "black on green"), ("M", "mantissa", "black on cyan"))
 GAP = 2  # blanks between columns
@@ -58,7 +49,7 @@ NOTES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", metavar="NAME", nargs="*", help="a format (default: an overview of all)")
-    parser.add_argument("--json", action="store_true", help="JSON, as described above")
+    parser.add_argument("--json", action="store_true", help="JSON, as `ampwise schema formats` describes it")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Show which formats this machine, or a GPU from the catalog, runs fast.
+"""Show which formats this machine, or any GPU, runs fast.
 
 Without a NAME it describes this machine: torch, its devices, its TF32 switches, and what is wrong with them.
 With a NAME it shows the catalog entry of a device, by id, by name, or by torch's name for it; of a family, such as
@@ -13,19 +13,6 @@ Examples:
 
 The exit code is 1 if --want names a format that a GPU here lacks, or if --want is given and torch sees no usable
 GPU; else 0, also if support is unknown.
-
-With --json, units are bytes, bytes/s and FLOP/s, and unknown values are null:
-  ampwise gpu --json         {"machine": {python, platform, cpu, driver, torch, torch_problem},
-                              "findings": [{code, name, severity, message, place, evidence, fix}]}
-    torch                    {version, cuda, hip, devices, mps, fp32, problem}
-    one of its devices       {index, name, capability, memory_bytes, bf16_claimed, bf16_native, catalog_id,
-                              tensor_cores: {format: true, false or null}}
-  ampwise gpu NAME --json    {id, name, vendor, arch, capability, memory_bytes, memory_bytes_per_s,
-                              tensor_core_formats, peak_flops, ridge_flop_per_byte, approximate, note, sources}
-  ampwise gpu --list --json  an array of the latter
-Peaks and ridge points are objects, {format: number}. Numbers under "approximate" are left out everywhere else,
-and so are ridge points that would follow from them. bf16_claimed is torch.cuda.is_bf16_supported(), bf16_native
-the same without emulation.
 """
 
 from __future__ import annotations
@@ -34,7 +21,8 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ampwise.cli import print_json, say_which_gpu
+from ampwise.cli import print_json
+from ampwise.cli._arguments import check_gpu
 from ampwise.errors import BadInput, UnknownName
 from ampwise.finding import terminal
 from ampwise.hardware.catalog import COMMON_FORMATS
@@ -48,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+GROUP = "Look up"
 TO_WANT = tuple(fmt for fmt in COMMON_FORMATS if fmt != "fp32")
 ANSWERS = {True: "yes", False: "no", None: "unknown"}
 TFLOPS, GIB, GB = 1e12, 2**30, 1e9
@@ -66,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "may be repeated",
     )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--json", action="store_true", help="JSON, as described above")
+    group.add_argument("--json", action="store_true", help="JSON, as `ampwise schema gpu` describes it")
     group.add_argument(
         "--output-format",
         metavar="FORMAT",
@@ -96,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.name is not None:
         gpu = gpu_named(args.name)
-        say_which_gpu(args.name)
+        check_gpu(args.name)
         if args.json:
             print_json(gpu.as_dict())
         else:

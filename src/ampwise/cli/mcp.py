@@ -1,9 +1,9 @@
-"""Serve coding agents over stdin and stdout with the Model Context Protocol.
+"""Serve coding agents over the Model Context Protocol.
 
-An agent starts it; nothing listens on a network. Its tools are check, fix, explain, advise, memory, formats, gpu,
-replay and read_report. They see only the folder it was started in: no other path, and no symlink that leads out. fix
-returns a diff unless it is asked to write. Your code is imported or run only with --allow-run, which adds the tool run,
-enables replay, and lets advise and memory take module:function.
+An agent starts it, on stdin and stdout; nothing listens on a network. Its tools are check, fix, explain, advise,
+memory, formats, gpu, replay and read_report. They see only the folder it was started in: no other path, and no symlink
+that leads out. fix returns a diff unless it is asked to write. Your code is imported or run only with --allow-run,
+which adds the tool run, enables replay, and lets advise and memory take MAKE.
 
 Examples:
   pip install "ampwise[mcp]"
@@ -23,6 +23,8 @@ import os
 import sys
 
 __all__ = ["add_arguments", "run"]
+
+GROUP = "Agents"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

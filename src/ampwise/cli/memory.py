@@ -1,41 +1,21 @@
-"""Estimate the GPU memory of a training step in every precision, without allocating it.
+"""Estimate the GPU memory of a training step, without a GPU.
 
-MAKER names a function of yours that returns a model, a batch and a loss function:
-
-  def make(batch=16):                       # in train.py; the parameter is optional
-      model = Net()
-      x, y = torch.randn(batch, 128), torch.randint(10, (batch,))
-      return model, (x, y), lambda x, y: F.cross_entropy(model(x), y)
-
-It may return the optimizer as a fourth value. The step runs on tensors without memory: forward, backward, clip,
-optimizer, as on CUDA, with its autocast and fused kernels. Every tensor is followed from allocation to release through
-a model of torch's caching allocator. No GPU is needed, and no weights are allocated: a 7B model takes seconds. Without
-a MAKER, --params or --layers and --hidden describe a decoder transformer; sizes that are not given get usual values,
-which are reported.
+MAKE is your function that makes the model and a batch, train.py:make; `ampwise init train.py` writes one.
+The step runs on tensors without memory: forward, backward, clip, optimizer, as on CUDA, with its autocast and fused
+kernels. Every tensor is followed from allocation to release through a model of torch's caching allocator. No GPU is
+needed, and no weights are allocated. Without MAKE, --params or --layers and --hidden describe a decoder transformer;
+sizes that are not given get usual values, which are reported.
 
 Examples:
-  ampwise memory train:make
-  ampwise memory train.py:make --batch 16,32,64 --gpu a100-sxm-80
+  ampwise memory train.py:make
+  ampwise memory train.py:make --batch 16,32,64 --gpu a100
   ampwise memory --params 7B --gpu h200
-  ampwise memory --params 7B --seq 4096 --checkpointing --fsdp 8 --precision bf16
+  ampwise memory --params 7B --seq 4096 --checkpointing --fsdp 8
   ampwise memory --layers 24 --hidden 2048 --heads 16 --optimizer adamw8bit
-  ampwise memory --params 7B --precision bf16,bf16-pure,kahan,bf16-pure,bf16-states
-  ampwise memory train:make --json | jq '.estimates[] | {precision, batch, peak_bytes}'
+  ampwise memory --params 7B --precision bf16,bf16-pure,kahan
+  ampwise memory train.py:make --json | jq '.estimates[].peak_bytes'
 
 The exit code is 0, 1 if the step does not fit the GPU given with --gpu in any precision, and 2 on an error.
-
-With --json, memory is in bytes, and unknown values are null:
-  {name, parameters, trained_parameters, shape, optimizer, checkpointing, fsdp, ddp, gpu, context_bytes, estimates,
-   largest_batch, notes}
-    one of the estimates  {precision, batch, peak_bytes, reserved_bytes, needed_bytes, phase, peak_split_bytes,
-                           most_bytes, phase_peak_bytes, fits, fsdp_ranks, smallest_memory_bytes,
-                           bytes_per_parameter}
-    gpu                   {name, memory_bytes, usable_bytes, basis}
-peak_bytes corresponds to torch.cuda.max_memory_allocated(), reserved_bytes to max_memory_reserved(), and needed_bytes
-adds an allowance for the CUDA context. peak_split_bytes is what the peak consists of, most_bytes the maximum of each
-kind at any time, bytes_per_parameter the bytes of weights, gradients and optimizer state together. fits is yes, tight
-(the allocator must release memory at every step) or no; fsdp_ranks is how many ranks it would take if it does not fit.
-largest_batch is per precision, on that GPU.
 """
 
 from __future__ import annotations
@@ -46,8 +26,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from ampwise.cli import print_json
-from ampwise.errors import BadInput
+from ampwise.cli._arguments import add_make, check_precision, count
+from ampwise.errors import BadInput, UnknownName
 from ampwise.finding import terminal
+from ampwise.train.low_bit.pure_bf16 import OPTIONS, PURE, split_precisions
+from ampwise.train.precision.names import EMULATE, PLAIN
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,7 +39,12 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+GROUP = "Choose a precision"
 NEEDS_TORCH = True
+OPTIMIZERS = (
+    *("adamw", "adam", "sgd", "sgd-momentum", "adamw8bit", "adamw4bit", "adamwfp8", "adam8bit", "adam4bit", "adamfp8"),
+    *("lion", "adafactor"),
+)
 SIZES = {
     "layers": "number of layers",
     "hidden": "width of a layer",
@@ -70,41 +58,58 @@ SIZES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("maker", metavar="MAKER", nargs="?", help="module:function or file.py:function, such as train:make")
+    add_make(parser, nargs="?")
     add("--params", metavar="N", help="parameters of a decoder transformer, such as 124M or 7B")
     for name, help_text in SIZES.items():
-        add(f"--{name.replace('_', '-')}", metavar="N", type=int, help=help_text)
-    add("--batch", metavar="ROWS", help="batch sizes, comma-separated (default: the batch that MAKER makes, or 1)")
+        add(f"--{name.replace('_', '-')}", metavar="N", type=count, help=help_text)
+    add("--batch", metavar="ROWS", help="batch sizes, comma-separated (default: the batch that MAKE makes, or 1)")
     add(
         "--precision",
         metavar="LIST",
         help="comma-separated: fp32, tf32, fp16, bf16, bf16-pure (default: the first four)",
     )
-    add("--optimizer", metavar="NAME", help="such as adamw, sgd or adamw8bit (default: MAKER's, or adamw)")
+    add("--optimizer", metavar="NAME", help="such as adamw, sgd or adamw8bit (default: MAKE's, or adamw)")
     add("--checkpointing", action="store_true", help="with activation checkpointing of repeated blocks")
-    add("--fsdp", metavar="RANKS", type=int, help="memory of one rank with FSDP over this many ranks")
+    add("--fsdp", metavar="RANKS", type=count, help="memory of one rank with FSDP over this many ranks")
     add("--ddp", action="store_true", help="include DDP's gradient buckets")
     add("--gpu", metavar="NAME", help="a device of the catalog (default: this machine's, if it has one)")
     add("--no-largest", action="store_true", help="do not look for the largest batch")
-    add("--json", action="store_true", help="JSON, as described above")
+    add("--json", action="store_true", help="JSON, as `ampwise schema memory` describes it")
     add("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        batches = None if args.batch is None else [int(size) for size in args.batch.split(",")]
-    except ValueError:
+        batches = None if args.batch is None else [count(size.strip()) for size in args.batch.split(",")]
+    except argparse.ArgumentTypeError:
         raise BadInput(f"--batch {args.batch}: expected whole numbers of rows, such as 8 or 8,16,32.") from None
-    from ampwise.train.low_bit.pure_bf16 import split_precisions
+    from ampwise.tune.advise.model import parse_count
+
+    precisions = None if args.precision is None else split_precisions(args.precision)
+    for name in precisions or ():
+        if name.partition(",")[0] not in (PURE, "fp8") and not name.startswith(EMULATE):
+            check_precision("--precision", name, (*PLAIN, PURE, *OPTIONS))
+    if args.fsdp is not None and args.ddp:
+        raise BadInput("--fsdp and --ddp exclude each other: give one of them.")
+    if args.optimizer is not None and args.optimizer not in OPTIMIZERS:
+        listing = f"--optimizer takes {', '.join(OPTIMIZERS)}."
+        raise UnknownName("optimizer", args.optimizer, OPTIMIZERS, listing=listing)
+    if args.params is not None:
+        parse_count(args.params)
+    if args.make is None and args.params is None and not any(getattr(args, name) for name in SIZES):
+        raise BadInput(
+            "no model given: name your function, train.py:make (`ampwise init train.py` writes one), or give sizes: "
+            "--params 7B."
+        )
     from ampwise.tune.memory.estimate import memory
 
     # Keep what the user's code prints out of our output.
     showing = terminal.progress_line("making the model", "counting {}", prefix="ampwise: ", quiet=args.quiet)
     with showing as progress, contextlib.redirect_stdout(sys.stderr):
         result = memory(
-            args.maker,
+            args.make,
             params=args.params,
-            precisions=None if args.precision is None else split_precisions(args.precision),
+            precisions=precisions,
             batch=batches,
             optimizer=args.optimizer,
             checkpointing=args.checkpointing,

@@ -1,25 +1,19 @@
-"""Rerun a bad step that was saved as a capsule, and find the first operation that gave NaN or inf.
+"""Rerun a saved bad step, and find the operation that broke it.
 
 CAPSULE is a folder such as capsules/step-000012. It holds the batch, the random state and, unless they were left out,
-the weights; it holds no code. --build names a function of yours that makes the model and the loss function. It is
-called with the capsule's build_args, which are shown first:
+the weights; it holds no code. MAKE is your function that makes the model, as for `ampwise bench`: train.py:make, which
+`ampwise init train.py` writes. Its batch is not used, and it need not return one: `return model, loss_fn` is enough,
+and `return model` for a capsule of `ampwise run`, which holds the inputs of the model. It is called with the
+capsule's build_args, which are shown first.
 
-  def make(width=64):                       # in train.py
-      model = Net(width)
-      def loss_fn(x, y):                    # what engine.step was given
-          return F.mse_loss(model(x), y)
-      return model, loss_fn
-
-A capsule of `ampwise run` holds the inputs of the model, so a function that returns the model alone is enough.
-
-Without --build, on a terminal, you are asked whether to call the function that the capsule suggests, if it is in a file
+Without MAKE, on a terminal, you are asked whether to call the function that the capsule suggests, if it is in a file
 in the current folder. A function is never called just because a capsule names it, and nothing inside the capsule's
 folder is imported. A capsule that was changed or damaged is refused.
 
 Examples:
-  ampwise replay capsules/step-000012 --build train:make
-  ampwise replay capsules/step-000012 --build train.py:make --precision fp32 --device cpu
-  ampwise replay capsules/step-000012 --build train:make --json
+  ampwise replay capsules/step-000012 train.py:make
+  ampwise replay capsules/step-000012 train.py:make --precision fp32
+  ampwise replay capsules/step-000012 train.py:make --json
   ampwise replay capsules/step-000012
 
 The exit code is 0 if the step is finite, 1 if it is not, and 2 if it could not be run.
@@ -34,9 +28,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ampwise.cli._arguments import add_make, check_precision
 from ampwise.errors import BadInput
 from ampwise.finding.terminal import printable, say
+from ampwise.numbers.formats import find_format
 from ampwise.report.printers import add_output_arguments, output_format, print_findings
+from ampwise.train.precision.names import EMULATE, PLAIN
 
 if TYPE_CHECKING:
     from ampwise.trace.capsule import CapsuleContents
@@ -45,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+GROUP = "Find bugs"
 NEEDS_TORCH = True
 FOR_PEOPLE = ("full", "concise")
 
@@ -52,11 +50,7 @@ FOR_PEOPLE = ("full", "concise")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("capsule", metavar="CAPSULE", help="the folder of a capsule")
-    add(
-        "--build",
-        metavar="FUNCTION",
-        help="makes model and loss function: module:function or file.py:function (default: ask, on a terminal)",
-    )
+    add_make(parser, nargs="?")
     add("--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or emulate:FORMAT (default: the step's own)")
     add("--device", metavar="NAME", help="such as cpu or cuda:1 (default: the step's own, else cpu)")
     add_output_arguments(parser)
@@ -64,6 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     form = output_format(args)
+    if not Path(args.capsule).is_dir():
+        raise BadInput(
+            f"{args.capsule}: there is no such folder. `ampwise run --capsule capsules train.py` saves bad steps."
+        )
+    if (args.precision or "").startswith(EMULATE):
+        find_format(args.precision.removeprefix(EMULATE).partition("/")[0].partition(",")[0])
+    elif args.precision not in (None, "fp8", "bf16-pure"):  # these need special layers, as will be said
+        check_precision("--precision", args.precision, (*PLAIN, "emulate:mxfp8"))
     contents, rerun = _rerun(args)
     if rerun.findings:
         print_findings(rerun.findings, form)
@@ -97,13 +99,13 @@ def _rerun(args: argparse.Namespace) -> tuple[CapsuleContents, CapsuleReplay]:
         say("ampwise: {}", f"{step}{precision} on {contents.device}{loss}{weights}{found}")
         device = device_named(args.device, contents.device or "cpu")
         chosen = precision_for(args.precision, contents, device)
-        builder = _confirmed(args, contents) if args.build is None else builder_named(args.build, home)
-        source = builder.place if args.build is not None else builder.said
+        builder = _confirmed(args, contents) if args.make is None else builder_named(args.make, home)
+        source = builder.place if args.make is not None else builder.said
         called = format_call(builder.function, contents.build_args)
         say("ampwise: calling {} from {}, with the capsule's arguments", called, source)
         # Keep what the user's code prints out of our output.
         with python_path_of(builder), contextlib.redirect_stdout(sys.stderr):
-            built = build(builder, contents.build_args)
+            built = build(builder, contents.build_args, len(contents.args) + len(contents.kwargs))
             load_weights(contents, built.models)
             return contents, replay_capsule(contents, built, device, chosen)
 
@@ -118,7 +120,7 @@ def _confirmed(args: argparse.Namespace, contents: CapsuleContents) -> UserFunct
         say("ampwise: the capsule suggests calling {}. Call it? [y/N]", what)
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return builder
-    words = ["ampwise", "replay", args.capsule, "--build", f"{builder.place}:{builder.function}"]
+    words = ["ampwise", "replay", args.capsule, f"{builder.place}:{builder.function}"]
     for option in ("precision", "device"):
         words += [f"--{option}", getattr(args, option)] if getattr(args, option) is not None else []
     command = printable(shlex.join(words))

@@ -1,12 +1,14 @@
-"""Show the record of a run, or compare two: in the terminal, as JSON, or as an HTML page.
+"""Show what a run found, compare two runs, or list them.
 
-RUN is the folder that `ampwise run -o RUN` wrote; the run may have ended or still be going. With OTHER, the
-two are compared: findings that are gone or new, and numbers that changed from RUN to OTHER. The page is one
-self-contained HTML file; nothing is sent anywhere. The exit code is 0, also if the record has findings, and
-2 if a record cannot be read or a page cannot be written.
+RUN is the folder that `ampwise run` wrote; the run may have ended or still be going. Without RUN, it is the newest in
+ampwise-runs. If RUN is a folder of several runs, they are listed, newest first. With OTHER, the two are compared:
+findings that are gone or new, and numbers that changed from RUN to OTHER. The page is one self-contained HTML file;
+nothing is sent anywhere. The exit code is 0, also if the run has findings, and 2 if it cannot be read or a page cannot
+be written.
 
 Examples:
-  ampwise report RUN
+  ampwise report
+  ampwise report ampwise-runs
   ampwise report RUN -o page.html --open
   ampwise report RUN --json | jq -r '.findings[].message'
   ampwise report runs/before runs/after
@@ -18,26 +20,31 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ampwise.cli import print_json
+from ampwise.cli._arguments import RUNS
 from ampwise.errors import BadInput
-from ampwise.finding.terminal import console, printable, say, wants_colour, write
+from ampwise.finding.terminal import console, print_tables, printable, say, table, wants_colour, write
 
 if TYPE_CHECKING:
     from ampwise.runs.reader import Run
 
 __all__ = ["add_arguments", "run"]
 
+GROUP = "Find bugs"
 OWN_PAGE = "report.html"  # in the record's folder, for --open without -o
+MOST_LISTED = 100
 OWN_COMPARISON = "comparison.html"  # in the folder of OTHER, for --open without -o
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("record", metavar="RUN", help="the folder of a record")
-    add("other", metavar="OTHER", nargs="?", help="the folder of a later record, to compare with RUN")
+    add("record", metavar="RUN", nargs="?", help=f"the folder of a run, or of several (default: the newest in {RUNS})")
+    add("other", metavar="OTHER", nargs="?", help="the folder of a later run, to compare with RUN")
     add("more", nargs="*", help=argparse.SUPPRESS)  # for the error message about a third record
-    add("--json", action="store_true", help="the whole report as a JSON object")
+    add("--json", action="store_true", help="JSON, as `ampwise schema report`, `comparison` or `runs` describes it")
+    add("-v", "--verbose", action="store_true", help="also print layers, times, and what was fine")
     add("-o", "--output", metavar="FILE", help="write the report as an HTML page instead of printing it")
     add(
         "--open",
@@ -55,11 +62,27 @@ def run(args: argparse.Namespace) -> int:
     from ampwise.report.comparison.comparison_text import comparison_text, sentence
     from ampwise.report.run_text import run_text
     from ampwise.report.verdict import verdict
+    from ampwise.runs.layout import is_record, newest_record, records_in
 
     if args.more:
         raise BadInput(
             f"report: expected one record, or two to compare, got {2 + len(args.more)}. Compare two at a time."
         )
+    if args.record is None:
+        newest = newest_record(Path(RUNS))
+        if newest is None:
+            raise BadInput(
+                f"report: there are no runs in {RUNS}. `ampwise run train.py` makes one; or name its folder."
+            )
+        args.record = str(newest)
+        say("ampwise: {} is the newest run", newest)
+    runs = (
+        []
+        if not args.record or args.other is not None or is_record(Path(args.record))
+        else records_in(Path(args.record))
+    )
+    if runs:
+        return _list(args, runs)
     record = _read(args.record, args.other)
     other = None if args.other is None else _read(args.other, args.record)
     compared = None if other is None else Comparison.of(record, other)
@@ -70,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
         result = f"{verdict(record)}." if compared is None else sentence(compared.verdict)
         say("{}\nWrote {}", result, page_path, stream=sys.stdout)
     elif compared is None:
-        write(run_text(record, colour=wants_colour(sys.stdout), width=console().width), sys.stdout)
+        text = run_text(record, colour=wants_colour(sys.stdout), width=console().width, verbose=args.verbose)
+        write(text, sys.stdout)
     else:
         write(comparison_text(compared, colour=wants_colour(sys.stdout), width=console().width), sys.stdout)
     if args.open and page_path is not None:
@@ -78,6 +102,46 @@ def run(args: argparse.Namespace) -> int:
 
         if not open_in_browser(page_path.resolve().as_uri()):
             raise BadInput(f"--open: no browser found. Open {page_path} yourself.")
+    return 0
+
+
+def _list(args: argparse.Namespace, records: list[Path]) -> int:
+    """List the runs in a folder, newest first, a line each."""
+    from rich.text import Text
+
+    from ampwise.report.formatting import format_time
+    from ampwise.report.run_facts import steps_of
+    from ampwise.report.verdict import worst_first
+    from ampwise.runs.reader import Run
+
+    if args.output is not None or args.open:
+        raise BadInput(f"report {args.record}: it has {len(records)} runs. Name one for a page, such as {records[0]}.")
+    rows: list[dict[str, Any]] = []
+    for folder in records[:MOST_LISTED]:
+        try:
+            run = Run.read(folder, layers_of_others=False)
+        except BadInput as error:  # e.g. written by a later version
+            rows.append({"run": str(folder), "status": str(error)})
+            continue
+        findings = [each.finding.rule for each in worst_first(run.merged_findings())]
+        about = {name: run.manifest.get(name) for name in ("created", "script")}
+        worst = f"{findings[0].code} {findings[0].name}" if findings else None
+        counts = {"steps": steps_of(run), "findings": len(findings), "worst": worst}
+        rows.append({"run": str(folder), **about, "status": run.status, **counts})
+    if args.json:
+        print_json({"runs": rows})
+        return 0
+    lines = table("run", "started (UTC)", "script", "steps", "ended", "worst finding")
+    for row in rows:
+        more = f" and {row['findings'] - 1} more" if row.get("findings", 0) > 1 else ""
+        worst = f"{row['worst']}{more}" if row.get("worst") else "none" if "worst" in row else ""
+        started = format_time(str(row.get("created") or ""))[:16]  # to the minute
+        cells = (row["run"], started, row.get("script") or "", row.get("steps", ""), row["status"], worst)
+        lines.add_row(*(Text(printable(str(cell))) for cell in cells))
+    print_tables(lambda out: out.print(lines))
+    left_out = len(records) - len(rows)
+    older = f" {left_out:,} older ones are not listed." if left_out else ""
+    say("`ampwise report {}` shows one.{}", records[0], older, stream=sys.stdout)
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Run an unmodified training script, watch how it uses mixed precision, and write a record.
+"""Train as usual, watch for trouble, and record what happens.
 
-The script gives the same results as without ampwise: its arguments, output, exceptions and exit code are its own. A
-summary of the findings is printed to stderr at the end; the record has all of them.
+The script gives the same results as without ampwise: its arguments, output, exceptions and exit code are its own. On
+stderr, a line says when something goes bad, and a summary at the end has the findings; the record has all of them.
 
 Examples:
   ampwise run train.py --epochs 3
@@ -32,6 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ampwise.cli._arguments import RUNS, count
 from ampwise.errors import BadInput, MissingDependency
 from ampwise.finding.terminal import console, say, wants_colour, write
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-HOME = "ampwise-runs"
+GROUP = "Find bugs"
 SCRIPT_OWNS_STREAMS = True  # Python flushes and closes them, as it does without ampwise
 
 
@@ -50,10 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from ampwise.runs.sinks import built_in_kinds
 
     add = parser.add_argument
-    add("-o", "--output", metavar="RUN", help=f"the record's folder (default: a new one in {HOME}/)")
+    add("-o", "--output", metavar="RUN", help=f"the record's folder (default: a new one in {RUNS}/)")
     add("-f", "--force", action="store_true", help="overwrite an existing record")
-    add("-q", "--quiet", action="store_true", help="no summary at the end, only sinks that failed")
-    add("--every", metavar="N", type=_count, help="histogram of the gradients at every N-th step")
+    add("-q", "--quiet", action="store_true", help="print nothing but sinks that failed")
+    add("-v", "--verbose", action="store_true", help="also print layers, times, and what was fine")
+    add("--every", metavar="N", type=count, help="histogram of the gradients at every N-th step")
     add("--activations", action="store_true", help="also watch the outputs of modules")
     add("--no-timing", action="store_true", help="do not measure where the time goes")
     add("--capsule", metavar="DIR", help="save bad steps there, for `ampwise replay`")
@@ -93,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         folder = Path(args.output)
     elif (together := os.environ.get("TORCHELASTIC_RUN_ID")) is not None:  # torchrun: one folder for all ranks
-        folder = Path(HOME) / f"{script.stem}-{together}-{os.environ.get('MASTER_PORT', '')}"
+        folder = Path(RUNS) / f"{script.stem}-{together}-{os.environ.get('MASTER_PORT', '')}"
     else:
-        base = Path(HOME) / f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        base = Path(RUNS) / f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         tries = (base if number == 1 else base.with_name(f"{base.name}-{number}") for number in range(1, 1000))
         folder = next(path for path in tries if not path.exists())
     return _launched(script, folder, args) if is_launcher(script) else _watched(script, folder, args)
@@ -111,6 +113,7 @@ def _watched(script: ScriptToRun, folder: Path, args: argparse.Namespace) -> int
         sinks=tuple(args.sinks),
         capsules=None if args.capsule is None else Path(args.capsule).absolute(),  # the script may change directory
         weights=not args.no_weights,
+        quiet=args.quiet,
     )
     absolute = folder.absolute()
     try:
@@ -143,7 +146,10 @@ def _launched(script: ScriptToRun, folder: Path, args: argparse.Namespace) -> in
     # Check these before any process is started.
     requested_sinks(args.sinks, base=folder)
     prepare_folder(folder, rank=0, world_size=1, force=args.force)
-    options = ["-f"]  # the folder was prepared above, and a process that torchrun restarts overwrites its part
+    options = [
+        "-f",
+        *(["-q"] if args.quiet else []),
+    ]  # the folder was prepared above, and a process that torchrun restarts overwrites its part
     options += [f"--every={args.every}"] if args.every else []
     options += ["--activations"] if args.activations else []
     options += ["--no-timing"] if args.no_timing else []
@@ -176,14 +182,9 @@ def _show(folder: Path, args: argparse.Namespace) -> None:
         return
 
     def show(stream: TextIO) -> None:
-        write("\n" + run_text(record, colour=wants_colour(stream), width=console(stream).width), stream)
+        text = run_text(record, colour=wants_colour(stream), width=console(stream).width, verbose=args.verbose)
+        write("\n" + text, stream)
 
     with suppress(Exception):  # the script's output comes first; Python itself reports what cannot be written
         sys.stdout.flush()
     write_to_stderr(show)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
-    return int(text)

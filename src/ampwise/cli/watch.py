@@ -1,11 +1,11 @@
-"""Watch a run live, from another terminal or over ssh.
+"""Watch a run live, in another terminal or a browser.
 
-RUN is the folder that `ampwise run -o RUN` writes to, or a folder with several records (ampwise-runs), of
-which the newest is taken. If it does not exist yet, the command waits for it. The run is not affected: files
-are only read, nothing is locked or sent. When the run ends, its summary is printed.
+RUN is the folder that `ampwise run -o RUN` writes to, or a folder of several, of which the newest is taken: by default
+ampwise-runs. If it does not exist yet, the command waits for it. The run is not affected: files are only read, nothing
+is locked or sent. When the run ends, its summary is printed.
 
 Examples:
-  ampwise watch ampwise-runs
+  ampwise watch
   ampwise watch RUN --once
   ampwise watch RUN --serve --open
   ampwise watch RUN | tee progress.log
@@ -27,6 +27,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ampwise.cli._arguments import RUNS
 from ampwise.errors import BadInput
 from ampwise.finding.terminal import flush, say
 
@@ -35,12 +36,19 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+GROUP = "Find bugs"
 SHORTEST_S, LONGEST_S = 0.1, 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("record", metavar="RUN", help="the folder of a record, or of several records")
+    add(
+        "record",
+        metavar="RUN",
+        nargs="?",
+        default=RUNS,
+        help=f"the folder of a record, or of several (default: {RUNS})",
+    )
     add("--once", action="store_true", help="print the current state and exit")
     add(
         "--interval",

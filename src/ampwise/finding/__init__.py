@@ -27,6 +27,11 @@ class Severity(StrEnum):
         """Position in the order of severity: 0 for errors, so that they sort first."""
         return list(Severity).index(self)
 
+    @property
+    def word(self) -> str:
+        """What people read: "note" for advice; the others as they are."""
+        return "note" if self is Severity.INFO else str(self)
+
 
 class _Record:
     """Base of the records below."""
@@ -93,6 +98,11 @@ class Place(_Record):
         if self.rank is not None:
             text += f" on rank {self.rank}"
         return text.strip()
+
+    def __repr__(self) -> str:
+        from ampwise.finding.terminal import shortened
+
+        return shortened(f"Place({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the known parts as plain data for JSON."""
@@ -179,6 +189,8 @@ class Rule(_Record):
     ``bad`` and ``good`` are short examples shown by ``ampwise explain`` and in the docs: Python, or commands
     if they start with ``$ ``. Codes that start with AMP are ampwise's own; a plugin uses its own letters.
     ``fixable`` says whether ``ampwise check --fix`` can fix its findings: "always", "sometimes", or "" for never.
+    ``consequence_of`` lists rules, by code or the start of codes, whose faults have this one as a consequence: in a
+    run with such a finding, one of this rule is shown as a part of it.
     """
 
     code: str
@@ -192,6 +204,7 @@ class Rule(_Record):
     on_by_default: bool = True  # False: checked only when selected
     url: str | None = None  # page with more about the rule, if there is one
     fixable: Literal["", "sometimes", "always"] = ""
+    consequence_of: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # No regular expressions: this runs for every rule at each start of the linter.
@@ -209,6 +222,9 @@ class Rule(_Record):
                 raise ValueError(f"rule {self.code}: {text} is empty")
         if self.fixable not in ("", "sometimes", "always"):
             raise ValueError(f'rule {self.code}: fixable {self.fixable!r}: expected "always", "sometimes" or ""')
+
+    def __repr__(self) -> str:
+        return f"<Rule {self.code} {self.name}, {self.severity}>"
 
     @property
     def names_the_cause(self) -> bool:
@@ -234,7 +250,8 @@ class Rule(_Record):
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        return {name: getattr(self, name) for name in self.__slots__} | {"severity": str(self.severity)}
+        data = {name: getattr(self, name) for name in self.__slots__}
+        return data | {"severity": str(self.severity), "consequence_of": list(self.consequence_of)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -267,7 +284,9 @@ class Finding(_Record):
 
     def __repr__(self) -> str:
         # All of its parts would fill a page; as_dict() has them.
-        return f"<Finding {self.rule.code} {self.rule.name} at {self.place}>"
+        from ampwise.finding.terminal import shortened
+
+        return shortened(f"<Finding {self.rule.code} {self.rule.name} at {self.place}>")
 
     def __str__(self) -> str:
         from ampwise.finding.terminal import printable

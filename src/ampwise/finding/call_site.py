@@ -18,10 +18,12 @@ class CallSite:
     function: str = ""
     through: str = ""  # "accelerate/optimizer.py:123"
     called_from: str = ""  # the user's line that called the enclosing function: "train.py:30"
+    span: tuple[int, int, int] | None = None  # of the call: its column, and the line and column of its end
 
     @property
     def place(self) -> Place:
-        return Place(file=self.file, line=self.line)
+        column, end_line, end_column = self.span or (None, None, None)
+        return Place(file=self.file, line=self.line, column=column, end_line=end_line, end_column=end_column)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" if self.file else "(unknown location)"

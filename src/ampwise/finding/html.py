@@ -29,15 +29,10 @@ __all__ = [
     "text",
 ]
 
-COLOURS = {"lost": "#d9534f", "subnormal": "#f0ad4e", "normal": "#5b8fd6", "overflow": "#8e44ad"}  # of values
-# Colours of severities and "ok".
-TINTS = {
-    "error": COLOURS["lost"],
-    "warning": COLOURS["subnormal"],
-    "info": COLOURS["normal"],
-    "ok": "#3c9a5f",
-}
-PLAIN = "#808080"
+# One colour, one meaning, as on the pages: what a format makes of values, severities and "ok", the marked line.
+COLOURS = {"lost": "#c2418b", "subnormal": "#dd9fc4", "normal": "#3f929c", "overflow": "#7564c8"}
+TINTS = {"error": "#d9433a", "warning": "#cf8a0a", "info": "#7a8a9b", "ok": "#2f9a60"}
+PLAIN, MARK = "#808080", "#4a8fe0"
 FAINT = "22"  # opacity of a tint, as two hex digits
 FONT = "font:13px sans-serif"
 MONO = "font:12px monospace;unicode-bidi:isolate"
@@ -110,7 +105,7 @@ def source(lines: Mapping[int, str], marked: int | None = None) -> str:
     width = len(str(max(lines)))
     rows = []
     for number, line in lines.items():
-        style = f"display:block;background:{TINTS['warning']}44" if number == marked else "display:block"
+        style = f"display:block;background:{MARK}33" if number == marked else "display:block"
         gutter = f'<span style="opacity:.6">{number:{width}} </span>'
         rows.append(f'<span style="{style}">{gutter}{text(line.expandtabs(4))}</span>')
     style = f"{MONO};margin:4px 0;padding:4px 8px;background:{PLAIN}{FAINT};overflow-x:auto"

@@ -147,11 +147,11 @@ def run_checks(record: Any, *, keep_going: bool = False) -> list[Finding]:
         except Exception as error:
             if not keep_going:
                 raise
-            from ampwise.finding.terminal import log_line
+            from ampwise.finding.log import log
 
             code = sys.modules[check.__module__].RULE.code
             text = repr(error)[:LONGEST_ERROR]
-            log_line("ampwise: warning: {} failed to check a {}: {}", code, type(record).__name__, text)
+            log("warning", "{} failed to check a {}: {}", code, type(record).__name__, text)
     return found
 
 
@@ -337,10 +337,10 @@ def _trouble(module: ModuleType, known_types: set[str]) -> str | None:
 
 
 def _warn(message: str) -> None:
-    """Print a warning line on stderr. ``warnings`` is not used: under ``-W error`` a plugin would stop the run."""
-    from ampwise.finding.terminal import say
+    """Log a warning. ``warnings`` is not used: under ``-W error`` a plugin would stop the run."""
+    from ampwise.finding.log import log
 
-    say("ampwise: warning: ignored plugin {}", message)
+    log("warning", "ignored plugin {}", message)
 
 
 def _error_text(error: BaseException) -> str:

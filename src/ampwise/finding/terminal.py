@@ -8,13 +8,12 @@ command and every part of the library writes through this module (tests/report/p
   Callers use ``printable`` for parts that must not break lines.
 * ``console`` is a rich console that cleans the text of everything it draws in the same way.
 * ``write_exact`` is for files and pipes, which get the exact bytes; a terminal gets text without styles.
-* ``redraw`` overwrites the current line.
+* ``redraw`` overwrites the current line, ``start_line`` begins one where a script may have left one unfinished.
 """
 
 from __future__ import annotations
 
 import codecs
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +29,6 @@ __all__ = [
     "console",
     "encodable",
     "flush",
-    "log_line",
     "output_errors",
     "paint",
     "print_tables",
@@ -39,6 +37,8 @@ __all__ = [
     "progress_line",
     "redraw",
     "say",
+    "shortened",
+    "start_line",
     "table",
     "wants_colour",
     "write",
@@ -186,6 +186,19 @@ def printable(text: str, kept: str = "") -> str:
     return "".join(map(shown, text))
 
 
+def shortened(text: str, width: int = 200) -> str:
+    """Return ``text`` in one printable line of at most ``width`` characters, for a repr: its middle is left out.
+
+    >>> shortened("<Engine of a very long name>", 20)
+    '<Engine o… ong name>'
+    """
+    text = printable(text)
+    if len(text) <= width:
+        return text
+    begin = (width + 1) // 2 - 1
+    return f"{text[:begin]}… {text[len(text) - (width - begin - 2) :]}"
+
+
 def printable_lines(text: str, *, colour: bool = False) -> str:
     r"""Return a text of several lines made printable: newlines and tabs stay, with ``colour`` also ``paint``'s styles.
 
@@ -225,14 +238,6 @@ def say(template: str, *fields: object, stream: TextIO | None = None) -> None:
         write(f"{template.format(*shown)}\n", stream)
 
 
-def log_line(template: str, *fields: object) -> None:
-    """Write a line to stderr as ``say`` does, from within a user's training: a stream that cannot be written, such as
-    a log on a full disk, does not stop it.
-    """
-    with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
-        say(template, *fields)
-
-
 def write(text: str, stream: TextIO) -> None:
     """Write a text with only ampwise's styles, made ``encodable`` for the stream; OutputError if that fails."""
     _put(printable_lines(text, colour=wants_colour(stream)), stream)
@@ -254,6 +259,15 @@ def redraw(line: str, stream: TextIO) -> None:
     """Replace the terminal's current line."""
     _put(f"{ERASED}{printable(line)}", stream)
     flush(stream)
+
+
+def start_line(stream: TextIO) -> None:
+    """Go to a new line of a terminal, unless the cursor is at the start of one, as far as that can be known.
+
+    Spaces for a line less one column reach the next line only if the cursor was not at the start.
+    """
+    if _is_terminal(stream) and os.environ.get("TERM") != "dumb":
+        _put(" " * (os.get_terminal_size(stream.fileno()).columns - 1) + ERASED, stream)
 
 
 @contextmanager

@@ -304,7 +304,7 @@ class Checkpointing:
     def _save(self, step: int) -> None:
         self._saved_at, self._saved_step = time.monotonic(), step
         taken, live = self._take(step)
-        about = {  # which ``ampwise checkpoints --show`` prints
+        about = {  # which ``ampwise checkpoints -v`` prints
             "precision": self._engine.precision,
             "policy": self._engine.policy.as_dict(),
             "ampwise": installed_version(),

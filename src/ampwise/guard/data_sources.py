@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ampwise.errors import BadInput
-from ampwise.finding.terminal import log_line
+from ampwise.finding.log import log
 from ampwise.train.random_state import capture_random, restore_random
 
 __all__ = ["BatchSource", "DataPlace", "batches_per_epoch", "set_epoch", "source_of", "states_of", "unsaveable"]
@@ -224,12 +224,10 @@ class _Progress:
             return
         self._next = time.monotonic() + PATIENCE_S
         of = "" if count is None else f" of {count:,}"
-        log_line(
-            "ampwise: skipping to the saved position in the data: {:,}{} batches of epoch {}", done, of, self._epoch
-        )
+        log("info", "skipping to the saved position in the data: {:,}{} batches of epoch {}", done, of, self._epoch)
         if not _Progress.advised:
             _Progress.advised = True
-            log_line("ampwise: {}", ADVICE)
+            log("info", "{}", ADVICE)
 
 
 def _skip_batches(loader: Any, iterator: Iterator[Any], epoch: int, count: int | None) -> None:

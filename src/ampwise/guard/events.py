@@ -212,7 +212,7 @@ class TrainingStopped(GuardEvent, name="training-stopped", level="error"):
     cause: str
     tried: tuple[str, ...]  # the recoveries tried, in order
     capsule: str = ""  # path of the saved bad step
-    build: str = ""  # the function that builds its model, for --build
+    build: str = ""  # the function that builds its model, for `ampwise replay`
     checkpoint: str = ""  # path of the newest good checkpoint
     exit_code: int = STOPPED_EXIT_CODE
 
@@ -226,7 +226,7 @@ class TrainingStopped(GuardEvent, name="training-stopped", level="error"):
     def advice(self) -> str:
         look, from_where = "", "it starts over, because there is no good checkpoint"
         if self.capsule:
-            command = f"ampwise replay {shlex.quote(self.capsule)} --build"
+            command = f"ampwise replay {shlex.quote(self.capsule)}"
             if self.build:
                 look = f"Replay the bad step: `{command} {shlex.quote(self.build)}`. "
             else:

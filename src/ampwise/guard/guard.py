@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
+from ampwise.finding.terminal import shortened
 from ampwise.guard.checkpointing import Checkpointing, Interval, seconds
 from ampwise.guard.data_position import DataPosition
 from ampwise.guard.disk.catalog import SavedCheckpoint, checkpoints, clear_leftovers
@@ -45,23 +46,31 @@ LOST_RANK = re.compile("Connection closed by peer|Connection reset|NCCL|[Gg]loo|
 class Guard(Callback):
     """Keep a training run going: checkpoints, rollback, and the recovery ladder.
 
-    every: how often to write a checkpoint: "10min", "2h", "500 steps". All ranks write it together, in the background;
-        it appears in the directory only when it is complete. keep: how many to keep, besides the last good one.
-    snapshot_every: steps between in-memory snapshots, which a rollback restores. snapshots_on: "host" or "device".
-    ladder: what to do about bad steps.
-    state: other objects to save, by name, with ``state_dict`` and ``load_state_dict``: ``{"ema": ema}``. An
-        AveragedModel among them is not updated after a step that was skipped or undone.
-    resume: continue from the newest complete checkpoint in the directory, if there is one.
-    override: settings to take from the script where it differs from the checkpoint: "precision", "optimizer",
-        "schedulers", "scaler", "state", "data", and optimizer options such as "weight_decay". For all others the guard
-        uses the checkpoint's value and prints that, or refuses to resume.
-    split: when memory runs out, split batches in half, and in half again.
-    on_event: a function to call with each event of the guard, on rank 0: to send a message, for example. It is called
-        in the background; training does not wait for it, and does not stop if it fails.
-    signals: signals at which the guard finishes the step, saves the state, and exits with ``exit_code``.
-    signal_grace: how long further signals count as duplicates of the first: a scheduler and torchrun's agent both send
-        one. Later signals, and a second SIGINT at any time, end the program at once.
-    patience: how long to wait for other ranks, and for the next step, before this rank exits too; see ``alive``.
+    Args:
+        engine: the engine that trains.
+        directory: where checkpoints are written; one run each.
+        every: how often to write a checkpoint: "10min", "2h", "500 steps". All ranks write it together, in the
+            background; it appears in the directory only when it is complete.
+        keep: how many to keep, besides the last good one.
+        snapshot_every: steps between in-memory snapshots, which a rollback restores.
+        snapshots_on: where they are kept, "host" or "device".
+        ladder: what to do about bad steps.
+        state: other objects to save, by name, with ``state_dict`` and ``load_state_dict``: ``{"ema": ema}``. An
+            AveragedModel among them is not updated after a step that was skipped or undone.
+        resume: continue from the newest complete checkpoint in the directory, if there is one.
+        override: settings to take from the script where it differs from the checkpoint: "precision", "optimizer",
+            "schedulers", "scaler", "state", "data", and optimizer options such as "weight_decay". For all others the
+            guard uses the checkpoint's value and logs that, or refuses to resume.
+        split: when memory runs out, split batches in half, and in half again.
+        on_event: a function to call with each event of the guard, on rank 0: to send a message, for example. It is
+            called in the background; training does not wait for it, and does not stop if it fails.
+        signals: signals at which the guard finishes the step, saves the state, and exits with ``exit_code``.
+        signal_grace: how long further signals count as duplicates of the first: a scheduler and torchrun's agent both
+            send one. Later signals, and a second SIGINT at any time, end the program at once.
+        patience: how long to wait for other ranks, and for the next step, before this rank exits too; see ``alive``.
+
+    Raises:
+        BadInput: an argument does not fit, or the checkpoint does not fit the script.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(4, 1)
@@ -270,7 +279,13 @@ class Guard(Callback):
 
         A rollback rewinds them, too, and leaves out the batches that failed. A loader with ``state_dict``, such as
         torchdata's StatefulDataLoader, restores its own position; for any other, batches are counted.
-        epochs=None: no end.
+
+        Args:
+            loader: any iterable of batches.
+            epochs: how many; None: no end.
+
+        Returns:
+            an iterator over the batches.
         """
         self.begin()
         placed = self._position.hand_out(loader, epochs)
@@ -305,7 +320,19 @@ class Guard(Callback):
         return bool(self._signals.caught) and not self._agreement.distributed
 
     def step(self, loss_fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
-        """Run ``engine.step``, and retry with less memory if it runs out. Plain ``engine.step`` is guarded as well."""
+        """Run ``engine.step``, and retry with less memory if it runs out. Plain ``engine.step`` is guarded as well.
+
+        Args:
+            loss_fn: returns the loss.
+            *args: the batch, passed to it.
+            **kwargs: likewise, by name.
+
+        Returns:
+            the step.
+
+        Raises:
+            Stopped: no rung of the ladder helped.
+        """
         self.begin()
         self._microbatches.append((loss_fn, args, kwargs))
         try:
@@ -331,7 +358,11 @@ class Guard(Callback):
             self._watchdog.beat()
 
     def save(self) -> SavedCheckpoint | None:
-        """Write a checkpoint now and wait for it; None, and an event, if that failed. Call it on all ranks."""
+        """Write a checkpoint now and wait for it; None, and an event, if that failed. Call it on all ranks.
+
+        Returns:
+            the checkpoint, or None.
+        """
         self.begin()
         if self._engine.accumulating:
             raise BadInput("guard.save() in the middle of gradient accumulation: save when step.closed is true.")
@@ -366,7 +397,7 @@ class Guard(Callback):
         return self._position.epoch
 
     def __repr__(self) -> str:
-        return f"<Guard of {self._engine!r} in {self.directory}, step {self._number:,}>"
+        return shortened(f"<Guard of {self._engine!r} in {self.directory}, step {self._number:,}>", 400)
 
     # Callbacks that the engine calls
 

@@ -21,15 +21,21 @@ ON_SPIKE = ("tell", "rollback")
 class Ladder:
     """Settings of the recovery ladder: each rung is taken when the one before did not help.
 
-    skips: bad steps in a row that are only skipped. Ordinary overflows, which a lower loss scale fixes, do not count.
-    rollbacks: how often to go back to the last good snapshot and leave out the batches that failed.
-    change_precision: then widen the precision: first the modules that the tracer names to FP32, then everything to
-        BF16, TF32, FP32.
-    on_spike: when the loss jumps, "tell" reports it and "rollback" goes back.
-    healthy: good steps in a row after which a snapshot is trusted, and the counters above start over.
-    climb_after: good steps after which to try the previous precision again; doubled if that did not help. None: never.
-
     When no rung helps, training stops with a diagnosis, a capsule, and exit code 70.
+
+    Args:
+        skips: bad steps in a row that are only skipped. Ordinary overflows, which a lower loss scale fixes, do not
+            count.
+        rollbacks: how often to go back to the last good snapshot and leave out the batches that failed.
+        change_precision: then widen the precision: first the modules that the tracer names to FP32, then everything to
+            BF16, TF32, FP32.
+        on_spike: when the loss jumps, "tell" reports it and "rollback" goes back.
+        healthy: good steps in a row after which a snapshot is trusted, and the counters above start over.
+        climb_after: good steps after which to try the previous precision again; doubled if that did not help. None:
+            never.
+
+    Raises:
+        BadInput: an argument does not fit; the message says what to pass.
 
     >>> Ladder(skips=5, rollbacks=1).rollbacks
     1

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
+from ampwise.finding.log import log
 from ampwise.finding.registry import run_checks
-from ampwise.finding.terminal import log_line
 from ampwise.guard.events import GuardEvent, RankLost
 from ampwise.report.printers import log_findings
 from ampwise.runs.events import EVENT_LISTENERS
@@ -72,12 +72,12 @@ class EventReporter:
             return
         at = "" if event.step is None else f"step {event.step:,}: "
         advice = f". {event.advice}" if event.advice and times == 1 else ""
-        log_line("ampwise: {}{}{}", at, event.message, advice)
+        log(event.level, "{}{}{}", at, event.message, advice)
 
     def log(self, text: str) -> None:
         """Print a line that is not an event."""
         if self._prints:
-            log_line("ampwise: {}", text)
+            log("info", "{}", text)
 
     def close(self) -> None:
         """Wait a while for ``on_event`` to take the last events."""
@@ -141,4 +141,4 @@ class _InBackground:
 def _warn(what: str, error: BaseException | None = None) -> None:
     with suppress(Exception):  # stderr is closed, or the error's own __str__ fails
         why = "" if error is None else " ".join(f": {type(error).__name__}: {error}".split())[:LONGEST_ERROR]
-        log_line("ampwise: warning: on_event {}{}", what, why)
+        log("warning", "on_event {}{}", what, why)

@@ -72,7 +72,7 @@ class CheckpointLoader:
         if troubles:
             raise BadInput(
                 f"{self._directory} has {len(troubles)} checkpoints, and none can be resumed: {troubles[0][1]} List "
-                f"them: `ampwise checkpoints {self._directory} --show`; to start over, name another directory."
+                f"them: `ampwise checkpoints {self._directory} -v`; to start over, name another directory."
             )
         return None
 

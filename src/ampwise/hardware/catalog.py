@@ -88,6 +88,9 @@ class Gpu:
     note: str
     sources: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        return f"<Gpu {self.id}: {self.name}, {self.arch}, {self.capability}>"
+
     @property
     def compute_capability(self) -> tuple[int, int] | None:
         """NVIDIA's compute capability as two numbers that compare; None for other vendors."""
@@ -150,6 +153,12 @@ def find_gpu(device_name: str) -> Gpu | None:
     """Return the device that torch calls by this name; None for any other name, however similar.
 
     The whole name has to match, ignoring case, punctuation and brand words.
+
+    Args:
+        device_name: the name, as ``torch.cuda.get_device_name()`` returns it.
+
+    Returns:
+        the device of the catalog, or None.
 
     >>> find_gpu("NVIDIA GeForce RTX 4090").id
     'rtx4090'

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ampwise.finding.terminal import shortened
 from ampwise.hardware.cpu import Cpu, describe_cpu
 from ampwise.hardware.device import CudaDevice, DeviceKind, group_devices
 from ampwise.hardware.programs import find_program
@@ -34,6 +35,11 @@ class Machine:
     driver: str | None  # NVIDIA's; None if there is none, or it does not answer
     torch: TorchInfo | None
     torch_problem: str | None = None  # why the installed torch does not load
+
+    def __repr__(self) -> str:
+        torch = "no torch" if self.torch is None else f"torch {self.torch.version}"
+        devices = ", ".join(each.title for each in self.device_kinds) or "no GPU"
+        return shortened(f"<Machine: {devices}, {self.cpu.model or 'unknown CPU'}, {torch}, Python {self.python}>")
 
     @property
     def devices(self) -> tuple[CudaDevice, ...]:

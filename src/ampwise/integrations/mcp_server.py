@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import json
 import os
 import signal
@@ -36,15 +37,17 @@ Mixed-precision training for PyTorch: find mistakes in scripts (check, fix, expl
 formats, memory), explain runs (read_report, replay). Prove a claim with a tool before you make it. Only paths below
 {root} are read. {running}"""
 RUNNING = {
-    True: "The user's scripts and functions may be run: the user started this server with --allow-run.",
-    False: "The user's code is neither run nor imported; the user can allow it with `ampwise mcp --allow-run`.",
+    True: "User code may be run (--allow-run).",
+    False: "User code is not run; the user can allow it with `ampwise mcp --allow-run`.",
 }
 READS_ONLY = ("check", "explain", "advise", "memory", "formats", "gpu", "read_report")
 MAY_LOAD = ("advise", "memory")  # load user code if they get a function, and with allow_run only
 NEEDS_ALLOW_RUN = ("run",)  # offered with allow_run only
 
 LONGEST = 40_000  # characters of an answer: what an agent can read at once
+LONGEST_SUMMARY, LONGEST_OUTPUT = 12_000, 4_000  # characters of a run's stderr, with the findings, and of its stdout
 MOST_FINDINGS = 100
+SEVERITIES = ("error", "warning", "info")
 MOST_NOTES = 20
 SECONDS = 300.0
 MOST_SECONDS = 3600.0
@@ -99,18 +102,37 @@ def make_server(
     )
     only_reads = set(READS_ONLY).difference(MAY_LOAD if allow_run else ())
     for name in tools.names:
-        # The first line of the command's help, and the arguments of this tool.
+        # The first line of the command's help, and what this tool adds to it.
         command = importlib.import_module(f"ampwise.cli.{COMMAND_OF_TOOL.get(name, name)}")
         first = "Fix what `check` finds" if name == "fix" else str(command.__doc__).partition("\n")[0].rstrip(".")
-        own = " ".join((getattr(AgentTools, name).__doc__ or "").split())
         server.add_tool(
             getattr(tools, name),
             name=name,
-            description=f"{first}. {own}",
+            description=f"{first}. {_documented(name)[0]}".rstrip(),
             annotations=ToolAnnotations(read_only_hint=name in only_reads, open_world_hint=False),
             structured_output=False,
         )
     return server
+
+
+def _documented(tool: str) -> tuple[str, dict[str, str]]:
+    """Return what a tool's docstring says: the first paragraph, and a text for each parameter."""
+    first, _, rest = inspect.cleandoc(getattr(AgentTools, tool).__doc__).partition("\n\n")
+    return " ".join(first.split()), dict(line.split(": ", 1) for line in rest.splitlines())
+
+
+def _short_schema(tool: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's parameters with descriptions, and without what an agent can do without.
+
+    Pydantic writes a title for each parameter, and that it may be null and is by default; leaving it out does the same.
+    """
+    described = {}
+    for name, text in _documented(tool)[1].items():
+        found = {key: value for key, value in schema["properties"][name].items() if key not in ("title", "default")}
+        types = [each for each in found.pop("anyOf", []) if each != {"type": "null"}]
+        same = types[0] if len(types) == 1 else {"type": [each["type"] for each in types]} if types else {}
+        described[name] = {**found, **same, "description": text}
+    return {"type": "object", "properties": described, "required": schema.get("required", [])}
 
 
 def _server_type() -> type[MCPServer[Any]]:
@@ -119,6 +141,12 @@ def _server_type() -> type[MCPServer[Any]]:
 
     class OneLineErrorServer(MCPServer[Any]):
         """Server that answers an AmpwiseError or wrong arguments with one line; other errors are bugs of ours."""
+
+        async def list_tools(self) -> Any:
+            tools = await super().list_tools()
+            return [
+                tool.model_copy(update={"input_schema": _short_schema(tool.name, tool.input_schema)}) for tool in tools
+            ]
 
         async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
             try:
@@ -133,7 +161,11 @@ def _server_type() -> type[MCPServer[Any]]:
 
 
 class AgentTools:
-    """Tools for one folder; the docstring of each is part of the description that agents read."""
+    """Tools for one folder.
+
+    What agents read is made of docstrings: the first paragraph is added to the tool's description, and each line after
+    it describes a parameter.
+    """
 
     def __init__(self, folder: AgentFolder, *, allow_run: bool = False, run_command: CommandLauncher = launch) -> None:
         from anyio import Semaphore
@@ -148,23 +180,28 @@ class AgentTools:
         return tuple(name for name in found if self._allow_run or name not in NEEDS_ALLOW_RUN)
 
     async def check(self, paths: list[str] | None = None, text: str = "", select: str = "", ignore: str = "") -> str:
-        """paths: files and folders (default: all). text: code to check instead of files. select, ignore: rules by code
-        (AMP101), start of a code (AMP1), name, or ALL; comma-separated. Nothing is run or written.
+        """Answers with findings, the worst first. `fix` applies fixes, `explain` says more about a code.
 
-        The answer: {findings: [{code, name, severity, message, file, cell, line, column, fix, fixable}], left_out,
-        notes}. `explain` says more about a code, `fix` applies fixes.
+        paths: files and folders (default: all)
+        text: code to check instead of files
+        select: only these rules: codes (AMP101), starts of codes (AMP1) or names, comma-separated, or ALL
+        ignore: rules to leave out, in the same way
         """
         rules = _options(select=select, ignore=ignore)
         ended = await self._check(["--json", "--no-fix", "--exit-zero", *rules], paths, text)
-        found = _parsed(ended.out)
+        found = sorted(_parsed(ended.out), key=lambda each: SEVERITIES.index(each["severity"]))
         shown = [_slim(each) for each in found[:MOST_FINDINGS]]
-        while shown and len(dumps(shown)) > LONGEST:
+        while shown and len(dumps(shown, indent=None)) > LONGEST:
             del shown[len(shown) // 2 :]
-        return dumps({"findings": shown, "left_out": len(found) - len(shown), "notes": _notes(ended.err)})
+        more = {"left_out": len(found) - len(shown), "notes": _notes(ended.err)}
+        return dumps({"findings": shown, **{key: value for key, value in more.items() if value}}, indent=None)
 
     async def fix(self, paths: list[str] | None = None, write: bool = False, unsafe: bool = False) -> str:
-        """paths: files and folders (default: all). The answer is a unified diff; nothing is written unless write is
-        true. unsafe: include fixes that may change what the script does.
+        """Answers with a unified diff.
+
+        paths: files and folders (default: all)
+        write: change the files
+        unsafe: include fixes that may change what the script does
         """
         unsafe_option = "--unsafe-fixes" if unsafe else "--no-unsafe-fixes"
         ended = await self._check(["--diff", "--no-fix", unsafe_option], paths)
@@ -175,8 +212,9 @@ class AgentTools:
         return _shortened("".join(f"{line}\n" for line in notes) + ended.out)
 
     async def explain(self, rule: str) -> str:
-        """rule: a code (AMP101) or a name (clip-scaled-grads). The answer: the mistake, why it matters, the fix, and
-        bad and good code.
+        """Answers with the mistake, why it matters, the fix, and bad and good code.
+
+        rule: a code (AMP101) or a name (clip-scaled-grads)
         """
         return (await self._command("explain", [_word(rule)])).out
 
@@ -190,21 +228,26 @@ class AgentTools:
         symptom: str | None = None,
         ideas: list[str] | None = None,
         measured: float | None = None,
-        subject: str | None = None,
+        make: str | None = None,
     ) -> str:
-        """gpu: a device (h200), a compute capability (8.6), or cpu; without it, this machine. params: 124M, 7B. arch:
-        transformer, cnn. want: the precision that the user wants: fp16, bf16, tf32, fp8. scaling: none, dynamic,
-        manual:1000. symptom: nan, slow, memory, skipped. ideas: what was proposed: autocast-off, bf16-is-newer.
-        measured: a measured speedup. subject: module:function that makes model, batch and loss; needs --allow-run.
+        """Answers with the precision, reasons, objections to what was wanted, triage, and code to paste.
 
-        The answer: precision, reasons (each with its basis), objections to what was wanted, triage, code to paste.
+        gpu: a device (h200), a compute capability (8.6) or cpu (default: this machine)
+        params: how many parameters: 124M, 7B
+        arch: transformer, cnn, ...
+        want: the precision that the user wants: fp16, bf16, tf32, fp8
+        scaling: none, dynamic or manual:1000
+        symptom: nan, slow, memory, skipped, ...
+        ideas: what was proposed: autocast-off, bf16-is-newer, ...
+        measured: a measured speedup
+        make: your function that makes model, batch and loss: train.py:make; needs --allow-run
         """
         options = _options(
             gpu=gpu, params=params, arch=arch, want=want, scaling=scaling, symptom=symptom, measured=measured
         )
         proposed = [word for idea in ideas or () for word in _options(idea=idea)]
-        maker = [] if subject is None else [self._loaded("advise subject", subject)]
-        return _shortened((await self._command("advise", ["--json", *options, *proposed, *maker])).out)
+        own = [] if make is None else [self._loaded("advise make", make)]
+        return _compact((await self._command("advise", ["--json", *options, *proposed, *own])).out)
 
     async def memory(
         self,
@@ -220,51 +263,76 @@ class AgentTools:
         gpu: str | None = None,
         fsdp: int | None = None,
         checkpointing: bool = False,
-        maker: str | None = None,
+        make: str | None = None,
     ) -> str:
-        """Describe a decoder transformer by params (7B) or by layers, hidden, heads, vocab, seq. batch: 16 or 16,32.
-        precision: fp32, tf32, fp16, bf16, bf16-pure, comma-separated. optimizer: adamw, sgd, adamw8bit. gpu: a device
-        that it should fit. fsdp: ranks that share it. checkpointing: activation checkpointing. maker: module:function
-        that makes model, batch and loss, instead of sizes; needs --allow-run.
+        """Describe a decoder transformer by params or by its sizes, or name a function.
+
+        params: how many parameters: 7B
+        layers: its blocks
+        hidden: width
+        heads: of attention
+        vocab: size of the vocabulary
+        seq: tokens in a sequence
+        batch: 16 or 16,32
+        precision: fp32, tf32, fp16, bf16, bf16-pure; comma-separated
+        optimizer: adamw, sgd, adamw8bit, ...
+        gpu: a device that it should fit
+        fsdp: ranks that share it
+        checkpointing: with activation checkpointing
+        make: your function that makes model, batch and loss: train.py:make; needs --allow-run
         """
         sizes = _options(params=params, layers=layers, hidden=hidden, heads=heads, vocab=vocab, seq=seq, batch=batch)
         how = _options(precision=precision, optimizer=optimizer, gpu=gpu, fsdp=fsdp, checkpointing=checkpointing)
-        own = [] if maker is None else [self._loaded("memory maker", maker)]
-        return _shortened((await self._command("memory", ["--json", "-q", *sizes, *how, *own])).out)
+        own = [] if make is None else [self._loaded("memory make", make)]
+        return _compact((await self._command("memory", ["--json", "-q", *sizes, *how, *own])).out)
 
     async def formats(self, names: list[str] | None = None) -> str:
-        """names: number formats (fp16, e4m3, mxfp8; default: all). The answer: range, precision, need for scaling."""
-        return _shortened((await self._command("formats", ["--json", *map(_word, names or ())])).out)
+        """Answers with range, precision and need for scaling.
+
+        names: fp16, e4m3, mxfp8, ... (default: all)
+        """
+        return _compact((await self._command("formats", ["--json", *map(_word, names or ())])).out)
 
     async def gpu(self, name: str | None = None, want: list[str] | None = None) -> str:
-        """name: a device of the catalog (h200, "NVIDIA A100-SXM4-80GB"); without it, this machine, and what is wrong
-        with it. want: formats that this machine's GPU should have tensor cores for.
+        """For this machine, also what is wrong with it.
+
+        name: a device of the catalog: h200, "NVIDIA A100-SXM4-80GB" (default: this machine)
+        want: formats that this machine's GPU should have tensor cores for
         """
         wanted = [word for each in want or () for word in _options(want=each)]
         named = [] if name is None else [_word(name)]
-        return _shortened((await self._command("gpu", ["--json", *wanted, *named])).out)
+        return _compact((await self._command("gpu", ["--json", *wanted, *named])).out)
 
-    async def replay(self, capsule: str, build: str, precision: str | None = None, device: str | None = None) -> str:
-        """capsule: the folder of a saved bad step. build: module:function that makes model and loss. precision, device:
-        where to rerun it. Needs --allow-run.
+    async def replay(self, capsule: str, make: str, precision: str | None = None, device: str | None = None) -> str:
+        """Needs --allow-run.
+
+        capsule: the folder of a saved bad step
+        make: your function that makes model and loss: train.py:make
+        precision: to rerun it in: fp32, ...
+        device: to rerun it on: cpu, cuda
         """
         self._needs_allow_run("replay builds the model with your code")
-        made = NamedPath("maker", [build], before="--build=")
+        made = NamedPath("maker", [make])
         how = _options(precision=precision, device=device)
-        ended = await self._command("replay", ["--output-format=full", *how, made, NamedPath("folder", [capsule])])
-        return _shortened("\n".join([*_notes(ended.err), ended.out]))
+        ended = await self._command("replay", ["--output-format=full", *how, NamedPath("folder", [capsule]), made])
+        return _shortened("\n".join([ended.out.rstrip("\n"), *_notes(ended.err)]))
 
     async def read_report(self, run: str, other: str | None = None) -> str:
-        """run: the folder of a record that `ampwise run` wrote. other: a later record, to compare it with. The answer:
-        verdict, findings, where the time went, and the layers.
+        """Answers with the verdict and the findings first.
+
+        run: the folder that `ampwise run` wrote
+        other: a later run, to compare it with
         """
         records = NamedPath("folder", [each for each in (run, other) if each is not None])
         return _shortened((await self._command("report", [records])).out)
 
     async def run(self, script: str, args: list[str] | None = None, output: str = "", seconds: float = SECONDS) -> str:
-        """script: a training script in the folder, run unmodified and watched. args: its arguments. output: the
-        record's folder, which must not exist yet (default: a new one in ampwise-runs/). seconds: it is stopped after
-        that. The answer: its exit code, the end of its output, and the summary; `read_report` has the details.
+        """Answers with the exit code, the findings, and the end of the script's output; `read_report` has the details.
+
+        script: a training script in the folder
+        args: its arguments
+        output: the folder of the record, which must not exist yet (default: a new one in ampwise-runs/)
+        seconds: stop it after so many (default: 300)
         """
         self._needs_allow_run("run executes a script")
         if not 0 < seconds <= MOST_SECONDS:
@@ -274,8 +342,8 @@ class AgentTools:
         ended = await self._run_command(words, cwd=self._folder.root, seconds=seconds)
         if ended.code == 2 and ended.err.startswith("ampwise: error: "):
             raise BadInput(_last_line(ended))
-        half = LONGEST // 2
-        return f"exit code {ended.code}\n{_end_of(ended.out, half)}\n{_end_of(ended.err, half)}"
+        summary, output = _end_of(ended.err, LONGEST_SUMMARY), _end_of(ended.out, LONGEST_OUTPUT)
+        return f"exit code {ended.code}\n{summary}\noutput of the script:\n{output}"
 
     async def _check(self, options: Sequence[str], paths: list[str] | None, text: str = "") -> CommandResult:
         if len(text) > LONGEST_TEXT:
@@ -326,9 +394,9 @@ def _word(name: str) -> str:
 
 
 def _slim(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a finding that an agent needs."""
+    """Return the fields of a finding that an agent needs; unknown ones are left out."""
     at = found["location"] or {}
-    return {
+    slim = {
         **{key: found[key] for key in ("code", "name", "severity", "message")},
         "file": found["filename"],
         "cell": found["cell"],
@@ -337,6 +405,7 @@ def _slim(found: dict[str, Any]) -> dict[str, Any]:
         "fix": found["fix"]["message"],
         "fixable": {"safe": "yes", "unsafe": "with unsafe"}.get(found["fix"]["applicability"], "no"),
     }
+    return {key: value for key, value in slim.items() if value is not None}
 
 
 def _parsed(out: str) -> list[dict[str, Any]]:
@@ -357,6 +426,14 @@ def _last_line(ended: CommandResult) -> str:
     lines = [line for line in ended.err.splitlines() if line.strip()]
     last = lines[-1] if lines else f"exited with code {ended.code} and no message"
     return printable(last.removeprefix("ampwise: ").removeprefix("error: "))[:2000]
+
+
+def _compact(out: str) -> str:
+    """Return JSON on one line, which takes an agent a third fewer tokens; what is no JSON, as it is."""
+    try:
+        return _shortened(dumps(json.loads(out), indent=None))
+    except ValueError:
+        return _shortened(out)
 
 
 def _shortened(text: str) -> str:

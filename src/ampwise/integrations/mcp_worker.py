@@ -132,10 +132,10 @@ class AgentFolder:
             here = self.root if here == self.root else here.parent
 
     def maker(self, name: str) -> str:
-        """Return ``module:function`` unchanged, ``file.py:function`` with its file checked."""
+        """Return ``train:make`` unchanged, ``train.py:make`` with its file checked."""
         place, colon, function = name.rpartition(":")
         if name.startswith("-") or not colon or not function.isidentifier():
-            raise BadInput(f"{_shown(name)}: expected module:function or file.py:function, such as train:make.")
+            raise BadInput(f"{_shown(name)}: expected a function of yours, such as train.py:make.")
         return f"{self.file(place)}:{function}" if place.endswith(".py") else name
 
     def _paths(self, named: NamedPath) -> list[str]:

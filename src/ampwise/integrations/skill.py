@@ -1,12 +1,14 @@
-"""The skill file of `ampwise skill`: what an agent should know, with every fact taken from the code's own data.
+"""The skill of `ampwise skill`: what an agent should know, with every fact taken from the code's own data.
 
-``TEMPLATE`` has the prose. Numbers, codes and commands are slots in it, so that none can be wrong: ``slots`` fills them
-from formats, rules and commands, and ``sections`` makes the lists and tables.
+``CORE`` is the prose of SKILL.md, which an agent reads whenever the skill applies; ``TOPICS`` are files that it reads
+on demand. Numbers, codes and commands are slots in the prose, so that none can be wrong: ``slots`` fills them from
+formats, rules and commands, and ``sections`` makes the lists and tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.finding.registry import built_in_rules, found_by
@@ -20,9 +22,9 @@ from ampwise.tune.advise.claims import IDEAS, objections
 from ampwise.tune.advise.decide import decide
 from ampwise.tune.advise.symptoms import SYMPTOMS
 
-__all__ = ["FILE", "FIND_PITFALLS", "TEMPLATE", "sections", "skill_text", "slots"]
+__all__ = ["CORE", "FIND_PITFALLS", "NAME", "TOPICS", "Topic", "sections", "skill_files", "slots"]
 
-FILE = "SKILL.md"
+NAME = "mixed-precision"
 # The commands that find pitfalls. Rules of other commands are part of an answer: about a measurement, a difference, an
 # alignment or a guarded run, or to an excuse (see below).
 FIND_PITFALLS = ("ampwise check", "ampwise run", "ampwise gpu", "ampwise replay")
@@ -30,11 +32,38 @@ TRAINED_IN = ("fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3fn")
 # Precisions beyond autocast's; listed here, since importing the engine needs torch.
 ENGINE_PRECISIONS = {"fp8": "fp8", "pure": "bf16-pure", "emulated": "emulate:mxfp8"}
 ANYWHERE = unknown_target("any")
+# In the core: the mistakes that users report most often, and that silently cost the most.
+MATTER_MOST = (
+    "clip-scaled-grads",
+    "optimizer-step-bypasses-scaler",
+    "fp16-no-scaler",
+    "half-params-with-scaler",
+    "pure-bf16-plain-optimizer",
+    "half-mask-literal",
+    "bceloss-autocast",
+    "accum-not-normalised",
+    "scaler-not-checkpointed",
+    "bf16-without-tensor-cores",
+)
 
 
-def skill_text(commands: Mapping[str, str]) -> str:
-    """Return the text of the skill file, given the commands, each with what it does."""
-    return TEMPLATE.format_map(slots(commands) | sections(commands))
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A file that an agent reads on demand."""
+
+    when: str  # it should be read
+    text: str  # with slots
+    codes: tuple[str, ...] = ()  # the rules it lists: how their codes begin
+
+
+def skill_files(commands: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts of the skill by path, SKILL.md first, given the commands, each with what it does."""
+    filled = slots(commands) | sections(commands)
+    texts = {"SKILL.md": CORE.format_map(filled)}
+    for name, topic in TOPICS.items():
+        listed = f"\n## Mistakes\n\n{_pitfalls(topic.codes)}\n" if topic.codes else ""
+        texts[f"references/{name}.md"] = f"{topic.text.format_map(filled)}{listed}\n{FOOTER.format_map(filled)}"
+    return texts
 
 
 def slots(commands: Iterable[str]) -> dict[str, str]:
@@ -86,9 +115,14 @@ def sections(commands: Mapping[str, str]) -> dict[str, str]:
         ),
         "all_with_torch": anywhere.by_hand.rstrip(),
         "all_with_engine": anywhere.with_engine.rstrip(),
-        "all_pitfalls": _pitfalls(),
-        "all_triage": _triage(),
+        "all_topics": _table(
+            ("read", "when"), ((f"[{name}](references/{name}.md)", topic.when) for name, topic in TOPICS.items())
+        ),
+        "all_that_matter": _items(
+            _pitfall(rule) for name in MATTER_MOST for rule in built_in_rules() if rule.name == name
+        ),
         "all_excuses": _excuses(),
+        **{f"when_{symptom.replace('-', '_')}": _triage(symptom) for symptom in SYMPTOMS},
     }
 
 
@@ -102,25 +136,26 @@ def _formats() -> str:
     return _table(heads, rows)
 
 
-def _pitfalls() -> str:
-    """Return the rules about correctness or speed, under the command that finds them."""
+def _pitfalls(codes: tuple[str, ...]) -> str:
+    """Return the rules about correctness or speed whose codes begin so, under the command that finds them."""
     by_command: dict[str, list[str]] = {}
     for rule in built_in_rules():
         command = next((command for command in found_by(rule) if command in FIND_PITFALLS), None)
-        if command and rule.severity is not Severity.INFO and rule.on_by_default:
-            line = f"{rule.code} {rule.name}: {rule.summary} Fix: {_in_short(rule.fix, rule)}"
-            by_command.setdefault(command, []).append(line)
-    return "\n\n".join(f"### Found by `{command}`\n\n{_items(lines)}" for command, lines in by_command.items())
+        if command and rule.code.startswith(codes) and rule.severity is not Severity.INFO and rule.on_by_default:
+            by_command.setdefault(command, []).append(_pitfall(rule))
+    return "\n\n".join(f"Found by `{command}`:\n\n{_items(lines)}" for command, lines in by_command.items())
 
 
-def _triage() -> str:
-    parts = []
-    for symptom, said in SYMPTOMS.items():
-        steps = decide(PrecisionChoice(target=ANYWHERE, symptom=symptom)).triage
-        lines = [f"`{step.command}`: {step.tells}" if step.command else step.tells for step in steps]
-        numbered = "\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1))
-        parts.append(f"### {said[0].upper()}{said[1:]} (`ampwise advise --symptom {symptom}`)\n\n{numbered}")
-    return "\n\n".join(parts)
+def _pitfall(rule: Rule) -> str:
+    return f"{rule.code} {rule.name}: {rule.summary} Fix: {_in_short(rule.fix, rule)}"
+
+
+def _triage(symptom: str) -> str:
+    steps = decide(PrecisionChoice(target=ANYWHERE, symptom=symptom)).triage
+    lines = [f"`{step.command}`: {step.tells}" if step.command else step.tells for step in steps]
+    numbered = "\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1))
+    said = SYMPTOMS[symptom]
+    return f"## {said[0].upper()}{said[1:]}\n\n`ampwise advise --symptom {symptom}`\n\n{numbered}"
 
 
 def _excuses() -> str:
@@ -160,7 +195,10 @@ def _items(texts: Iterable[str]) -> str:
     return "\n".join(f"- {text}" for text in texts)
 
 
-TEMPLATE = """\
+FOOTER = "Generated by {run_skill} from the rules, formats and devices that ampwise checks with; do not edit.\n"
+
+CORE = (
+    """\
 ---
 name: mixed-precision
 description: >-
@@ -170,8 +208,6 @@ description: >-
 ---
 
 # Mixed precision in PyTorch
-
-Generated by {run_skill} from the rules, formats and devices that ampwise checks with; do not edit.
 
 Most mistakes here raise no error: the model only trains worse, or slower. So do not argue from memory. Run the command
 that a line names on the user's own script, device or run, and report what it says.
@@ -186,51 +222,182 @@ that a line names on the user's own script, device or run, and report what it sa
 Not for quantized inference, and not for problems that precision does not cause: if a step is bad in {fp32}, too, look
 at the data, the learning rate and the loss.
 
-## The commands
+## Which command answers
 
-All of them have `--help`; most have `--json`. Those that run a script, or take `module:function` or a capsule, load the
-user's code; the others only read, and write only what `--fix`, `-o` or `--out` request.
+| question | command |
+|---|---|
+| is this script right? can it be fixed? | {run_check}, with `--diff` or `--fix` |
+| what does this code mean? | {run_explain} |
+| what goes wrong while it trains? | {run_run}, then {run_report} |
+| where did the NaN come from? | {run_run} with `--capsule`, then {run_replay} |
+| which precision on this device, for this model? | {run_gpu}, {run_advise} |
+| how much faster is it? | {run_bench} |
+| how much memory does it take? | {run_memory} |
+| where do two precisions differ, and what must stay wide? | {run_diff}, {run_search} |
+| what can a format hold? | {run_formats} |
+| which checkpoint will it resume from? | {run_checkpoints} |
 
-{all_commands}
+Commands that run a script, or take a `make` function or a capsule, load the user's code; the others only read, and
+write only what `--fix` or `-o` request. Most have `--json`.
 
-## How to decide
+## The mistakes that matter most
+
+{all_that_matter}
+
+`ampwise explain CODE` shows the reason, and bad and good code.
+
+## Rules for you
+
+- The device first ({run_gpu}), then the model ({run_advise}, {run_memory}), then the script ({run_check}, {run_run}),
+  then the clock ({run_bench}).
+- {fp16} needs a loss scale, {bf16} does not; weights stay in {fp32} in both. Autocast shrinks saved activations only
+  ({memory_wont_halve}).
+- Do not switch autocast off because of a NaN that nobody has located ({autocast_off_as_a_cure}).
+- Do not promise a speedup or halved memory without {run_bench} or {run_memory} ({gain_not_measured}).
+- Do not call something fixed because it no longer raises: say which command was run, and what it reported.
+
+## Topics
+
+{all_topics}
+
+{run_skill} followed by a topic's name prints it.
+
+"""
+    + FOOTER
+)
+
+TOPICS = {
+    "step": Topic(
+        "you write or review a training step: its order, the scaler, clipping, accumulation, the scheduler",
+        """\
+# A correct step
+
+With torch alone:
+
+```python
+{all_with_torch}
+```
+
+The same with ampwise, which handles unscaling, clipping, accumulation, skipped steps and ranks:
+
+```python
+{all_with_engine}
+```
+
+torch's scale starts at {scale_start}, halves when gradients overflow, and doubles after {scale_interval} clean steps.
+The first overflows are how it finds its level; they are not a problem. `from ampwise import GradScaler` adds a floor.
+""",
+        codes=("AMP1",),
+    ),
+    "formats": Topic(
+        "you need a format's range and precision, or which dtype goes with which scaler, optimizer and API",
+        """\
+# What the formats hold
+
+{fp16} has {fp16_bits} significant bits and ends at {fp16_max}; values at or below {fp16_zero} round to zero, so it
+needs a loss scale. {bf16} has the range of {fp32} and {bf16_bits} bits: no loss scale, and weights stay in {fp32}
+(except with {engine_pure}). {tf32} is for matmuls of {fp32} tensors, and saves no memory.
+
+{all_formats}
+
+There are two smallest numbers: below the smallest normal a value loses bits, at or below half the smallest subnormal it
+is zero. {run_formats} shows more.
+""",
+        codes=("AMP3",),
+    ),
+    "gpus": Topic(
+        "you choose a precision for a device",
+        """\
+# Which precision on which device
 
 - The device first: {run_gpu}. A format without tensor cores gains nothing, whoever recommends it
   ({bf16_without_tensor_cores}, {format_without_tensor_cores}). What torch reports as supported may be emulated.
 - Then the model: {run_advise} with `--params` and `--arch`, and {run_memory}. Autocast shrinks only saved activations;
   weights, gradients and the optimizer's state stay as they are ({memory_wont_halve}).
-- Then the numbers. {fp16} has {fp16_bits} significant bits and ends at {fp16_max}; values at or below {fp16_zero} round
-  to zero, so it needs a loss scale. {bf16} has the range of {fp32} and {bf16_bits} bits: no loss scale, and weights
-  stay in {fp32} (except with {engine_pure}). {tf32} is for matmuls of {fp32} tensors, and saves no memory.
 - Then the script: {run_check} before it runs, {run_run} while it does, {run_report} after.
 - Then the clock: {run_bench} times whole steps in each precision and says why when little is gained. No number from a
   datasheet or from another model takes its place ({gain_not_measured}).
 - What must stay in a wide format: {run_diff} shows where two precisions diverge, {run_search} finds the cheapest policy
   within a tolerance, also for formats that this machine does not have.
 
+What {run_advise} recommends:
+
 {all_devices}
+""",
+        codes=("AMP7",),
+    ),
+    "fp8": Topic(
+        "FP8 or a block format (MX, NVFP) is proposed",
+        """\
+# {fp8} and block formats
 
 These have tensor cores for {fp8}: {all_with_fp8}. On NVIDIA's, {engine_fp8} trains in it. That is no reason to use it:
 only large models gain ({fp8_gains_little}), so time it against compiled {bf16} with {run_bench}. Training in block
 formats is experimental ({format_not_ready}); {engine_emulated} emulates how a model would learn in one, on any device
 including the CPU, but says nothing about speed.
 
-## What the formats hold
-
-{all_formats}
-
 {all_blocks}
-
-There are two smallest numbers: below the smallest normal a value loses bits, at or below half the smallest subnormal it
-is zero. {run_formats} shows more.
-
-## When something goes wrong
+""",
+    ),
+    "nan": Topic(
+        "the loss is NaN or inf, or dtypes do not match",
+        """\
+# Where a NaN comes from
 
 Do these in order, and stop at the one that finds the cause. A fix without a known cause costs more time than it saves.
 
-{all_triage}
+{when_nan}
 
-## Red flags
+{when_mismatch}
+""",
+        codes=("AMP4", "AMP9"),
+    ),
+    "gradients": Topic(
+        "the scale falls, steps are skipped, the loss jumps or plateaus, or the result is worse than in FP32",
+        """\
+# Gradients and the loss scale
+
+Do these in order, and stop at the one that finds the cause.
+
+{when_scale_collapse}
+
+{when_skipped}
+
+{when_underflow}
+
+{when_spikes}
+
+{when_worse}
+""",
+        codes=("AMP6",),
+    ),
+    "speed": Topic(
+        "it is not faster, or takes as much memory as before",
+        """\
+# Speed and memory
+
+{when_slow}
+
+{when_memory}
+""",
+        codes=("AMP5",),
+    ),
+    "checkpoints": Topic(
+        "the scaler's state, accumulation over micro-batches, several ranks, or resuming a run",
+        """\
+# State that must last
+
+{run_checkpoints} shows which checkpoint a run would resume from, and why not from a newer one. The scaler's state goes
+into the checkpoint ({scaler_not_checkpointed}), one scaler lasts the whole run ({scaler_recreated}), and each process
+makes its own ({shared_scaler}). `ampwise.Guard(engine, "checkpoints")` writes checkpoints, and rolls back after bad
+steps.
+""",
+        codes=("AMP2", "AMP8"),
+    ),
+    "claims": Topic(
+        "somebody proposes a shortcut, or you are about to claim something",
+        """\
+# Red flags and excuses
 
 Stop when you are about to:
 
@@ -256,27 +423,17 @@ Stop when you are about to:
 Time pressure, authority and complexity are not evidence. `ampwise advise --idea NAME` gives these answers for a device.
 
 {all_excuses}
+""",
+    ),
+    "commands": Topic(
+        "you look for a command",
+        """\
+# The commands
 
-## A correct step
+All of them have `--help`; most have `--json`.
 
-With torch alone:
-
-```python
-{all_with_torch}
-```
-
-The same with ampwise, which handles unscaling, clipping, accumulation, skipped steps and ranks:
-
-```python
-{all_with_engine}
-```
-
-torch's scale starts at {scale_start}, halves when gradients overflow, and doubles after {scale_interval} clean steps.
-The first overflows are how it finds its level; they are not a problem. `from ampwise import GradScaler` adds a floor.
-
-## Pitfalls
-
-`ampwise explain CODE` shows the reason, and good and bad code; `ampwise check --fix` fixes what it can.
-
-{all_pitfalls}
-"""
+{all_commands}
+""",
+    ),
+}
+"""The topics by name, in the order in which the core lists them."""

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from ampwise.errors import BadInput
-from ampwise.finding.terminal import console, say, wants_colour, write
+from ampwise.finding.log import log
+from ampwise.finding.terminal import console, wants_colour, write
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import StepRow
 from ampwise.runs.sinks import SinkSyntax, requested_sinks
 from ampwise.runs.sinks.metrics import MetricRows, SinkEvent, SkipCounter, TimedEvent
-from ampwise.runs.sinks.run_sinks import Sinks
+from ampwise.runs.sinks.run_sinks import SinkThreads
 from ampwise.runs.writer import RecordWriter
 from ampwise.watch.patches import Patches
 from ampwise.watch.watch import Watch
@@ -76,7 +77,7 @@ class TrainingWatch:
             other._end(failed=True)
         if getattr(torch.autograd.backward, "_ampwise", False):
             why = "since `ampwise run` or another callback already watches this training."
-            say("ampwise: warning: {}", f"{self._name}: ignored, {why}")
+            log("warning", "{}: ignored, {}", self._name, why)
             return False
         self._is_first_rank = rank == 0
         if self._output is None:
@@ -108,7 +109,7 @@ class TrainingWatch:
         self._new_metrics = {}
         for opening in wanted:
             opening.load()
-        sinks = Sinks(wanted, record.event)
+        sinks = SinkThreads(wanted, record.event)
 
         def tell(told: SinkEvent) -> None:
             rate = skips.rate(told) if isinstance(told, StepRow) else None

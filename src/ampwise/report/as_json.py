@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from ampwise.finding.strict_json import dumps
+from ampwise.finding.strict_json import SCHEMA_VERSION, dumps
 from ampwise.report.curves import thin_out
 from ampwise.report.layers import layers_of
 from ampwise.report.run_facts import environment, settings
 from ampwise.report.verdict import verdict, worst_first
 from ampwise.runs.reader import Run
 
-__all__ = ["MOST_ROWS", "VERSION", "as_json"]
+__all__ = ["MOST_ROWS", "as_json"]
 
-VERSION = 1
 MOST_ROWS = 2000  # per optimizer; the record's own files have more
 
 
@@ -19,7 +18,7 @@ def as_json(run: Run) -> str:
     """Return strict JSON: findings worst first, metrics, environment. Numbers that are not finite are strings."""
     return dumps(
         {
-            "version": VERSION,
+            "version": SCHEMA_VERSION,
             "verdict": verdict(run),
             "status": run.status,
             "exit_code": run.manifest.get("exit_code"),

@@ -15,6 +15,7 @@ __all__ = [
     "format_scale",
     "format_short",
     "format_time",
+    "lower_first",
     "read_number",
 ]
 
@@ -122,6 +123,16 @@ def format_time(text: str) -> str:
         return f"{at.astimezone(UTC) if at.tzinfo else at:%Y-%m-%d %H:%M:%S}{' UTC' if at.tzinfo else ''}"
     except (ValueError, OverflowError):
         return text
+
+
+def lower_first(text: str) -> str:
+    """Return a sentence as a part of another: in lower case, unless it starts with a name, and without its full stop.
+
+    >>> lower_first("The loss is NaN."), lower_first("BF16 is emulated."), lower_first("A step was skipped.")
+    ('the loss is NaN', 'BF16 is emulated', 'a step was skipped')
+    """
+    first, text = text.split(maxsplit=1)[0], text.strip().rstrip(".")
+    return text[:1].lower() + text[1:] if len(first) == 1 or first[1:].islower() else text
 
 
 def read_number(value: object) -> float | None:

@@ -6,6 +6,7 @@ from ampwise.finding.html import badge, bold, box, code, finding_html, headline,
 from ampwise.report.comparison.comparison import Comparison
 from ampwise.report.comparison.comparison_text import MOST_FINDINGS, MOST_LAYERS, STYLES, TITLES, how_often, sentence
 from ampwise.report.formatting import evidence_line, format_percent
+from ampwise.report.impact import impact_of
 from ampwise.report.source_lines import recorded_lines
 from ampwise.report.verdict import event_lines, occurrence, opening, run_mood, worst_first
 from ampwise.runs.reader import Run
@@ -24,16 +25,17 @@ def run_html(run: Run) -> str:
     head = paragraph(f"{badge('ampwise', run_mood(run))} <b>{prose(first)}</b>")
     return (
         box(head + "".join(paragraph(prose(one), soft=True) for one in others), run_mood(run))
-        + "".join(counted_finding_html(one) for one in findings[:MOST_FINDINGS])
+        + "".join(counted_finding_html(one, impact=impact_of(one, run)) for one in findings[:MOST_FINDINGS])
         + (paragraph(text(f"… and {more:,} more findings")) if more > 0 else "")
         + "".join(paragraph(prose(one), soft=True) for one in event_lines(run, MOST_EVENTS))
         + "".join(paragraph(text(one), soft=True) for one in run.trouble)
     )
 
 
-def counted_finding_html(counted: CountedFinding, *, frequency: str = "") -> str:
-    """Return a finding with its recorded source lines, its evidence, and its ``frequency`` (by default: how often)."""
-    details = (evidence_line(counted.finding.shown_evidence), frequency or occurrence(counted))
+def counted_finding_html(counted: CountedFinding, *, frequency: str = "", impact: str = "") -> str:
+    """Return a finding with its impact, its recorded source lines, its evidence, and how often it occurred."""
+    cost = f"Impact: {impact}" if impact else ""
+    details = (cost, evidence_line(counted.finding.shown_evidence), frequency or occurrence(counted))
     return finding_html(counted.finding, lines=recorded_lines(counted), details=details)
 
 

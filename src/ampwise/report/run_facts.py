@@ -70,6 +70,7 @@ MEMORY_NAMES = {
     "optimizer": "optimizer state",
 }
 OTHER_MEMORY = "activations and other"
+EMULATED = "the matmuls ran in FP32 on this CPU"
 MOST_MATMULS = 12
 MOST_LINES = 8
 ACTIVATION_HEADINGS = ["module", "format", "largest", "of the format's maximum"]
@@ -189,7 +190,9 @@ def headline_numbers_of(run: Run) -> list[HeadlineNumber]:
     seconds, half = read_number(measured.get("seconds_per_step")), read_number(measured.get("half_share"))
     if seconds is not None:
         found.append(HeadlineNumber(name="time per step", value=format_duration(seconds)))
-    if half is not None:
+    if half is not None and _is_emulated(measured):
+        found.append(HeadlineNumber(name="in half precision", value="n/a", note=EMULATED))
+    elif half is not None:
         found.append(HeadlineNumber(name="in half precision", value=format_percent(half), note="of matmul work"))
     held = memory(run)
     if held is not None and held.devices:
@@ -240,7 +243,9 @@ def timing(run: Run) -> list[tuple[str, str]]:
         if value is None or isinstance(value, (Mapping, list, tuple)):
             continue
         number = read_number(value)
-        if number is None or isinstance(value, str):
+        if name == "half_share" and _is_emulated(found):
+            text = f"n/a: {EMULATED}"
+        elif number is None or isinstance(value, str):
             text = format_short(value)
         elif name.startswith("seconds"):
             text = format_duration(number)
@@ -248,6 +253,14 @@ def timing(run: Run) -> list[tuple[str, str]]:
             text = f"{number:.1%}" if "share" in name else f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
         texts.append((words, text))
     return texts
+
+
+def _is_emulated(timing: Mapping[str, Any]) -> bool:
+    """Return whether all matmuls under autocast ran in FP32 on a CPU, which says nothing about a GPU.
+
+    A model that rounds to FP16 by itself does that, since many CPUs have no fast FP16 matmuls.
+    """
+    return timing.get("device") == "cpu" and bool(timing.get("autocast")) and read_number(timing["half_share"]) == 0
 
 
 def device_time_by_kind(run: Run) -> list[TotalShare]:

@@ -1,4 +1,4 @@
-"""The source lines around a place, with carets under the span: from the file, or from a record.
+"""The line of a place, with carets under the call: from the file, or from a record.
 
 A record has its own copy of the lines, because the script may have changed since it ran.
 """
@@ -19,14 +19,12 @@ if TYPE_CHECKING:
 __all__ = [
     "SourceFiles",
     "excerpt",
-    "excerpt_lines",
-    "gutter_width",
-    "line_number_width",
-    "line_start",
+    "recorded_excerpt",
     "recorded_lines",
 ]
 
-CONTEXT = 2  # lines before and after
+CONTEXT = 2  # lines before and after, on a page
+INDENT = "  "
 MAX_LINE_WIDTH = 160  # characters of a line to show; a line of data can be a megabyte
 LEAD_IN = 40  # characters to show before the span when the line is cut
 LARGEST_BYTES = 10_000_000  # a larger file is not a script
@@ -49,55 +47,40 @@ class SourceFiles:
             self._lines[file] = _cells(text) if file.endswith(NOTEBOOK) else {None: _split(text)}
         return self._lines[file].get(cell, [])
 
-    def near(self, place: Place) -> dict[int, str]:
-        """Return the lines around a place, by number; none if it has no line, or the file no longer has that line."""
+    def line(self, place: Place) -> str:
+        """Return the line of a place; "" if it has none, or the file no longer has that line."""
         lines = [] if place.file is None else self.lines(place.file, place.cell)
-        if place.line is None or place.line > len(lines):
-            return {}
-        first = max(1, place.line - CONTEXT)
-        return dict(enumerate(lines[first - 1 : place.line + CONTEXT], first))
+        return "" if place.line is None or place.line > len(lines) else lines[place.line - 1]
 
 
 def excerpt(place: Place, sources: SourceFiles, colour: bool = False) -> list[str]:
-    """Return the lines to print for ``place``; none if there are none.
-
-    A span of several lines is underlined on its first line.
-    """
-    return _drawn(place, sources.near(place), colour)
+    """Return the line of ``place`` with its number, and carets under what is marked; nothing if there is no line."""
+    return _drawn(place, sources.line(place), colour)
 
 
-def gutter_width(place: Place, sources: SourceFiles) -> int:
-    """Return the width of the excerpt's line numbers, to align other lines with it."""
-    return len(str(max(sources.near(place), default=1)))
-
-
-def line_start(line: str) -> str:
-    """Return the part of a line to show if nothing in it is marked."""
-    return _shown(line[:MAX_LINE_WIDTH]) + ("..." if len(line) > MAX_LINE_WIDTH else "")
-
-
-def _drawn(place: Place, lines: Mapping[int, str], colour: bool) -> list[str]:
-    if not lines:
+def _drawn(place: Place, line: str, colour: bool) -> list[str]:
+    if not line.strip():
         return []
-    gutter = len(str(max(lines)))
-    blank = paint(f"{'':{gutter}} |", "gutter", colour)
-    output = [blank]
-    for number, line in lines.items():
-        code, marks = _cut(line, place) if number == place.line and place.column is not None else (line_start(line), "")
-        output.append(f"{paint(f'{number:{gutter}} |', 'gutter', colour)} {code}".rstrip())
-        if marks:
-            output.append(f"{blank} {paint(marks, 'error', colour)}")
-    return [*output, blank]
+    code, marks = _cut(line, place)
+    gutter = paint(f"{place.line} |", "gutter", colour), paint(f"{'':{len(str(place.line))}} |", "gutter", colour)
+    shown = [f"{INDENT}{gutter[0]} {code}"]
+    return [*shown, f"{INDENT}{gutter[1]} {paint(marks, 'error', colour)}"] if marks else shown
 
 
 def _cut(line: str, place: Place) -> tuple[str, str]:
-    """Return the part of a line to show, and the carets to print under it."""
-    column = place.column or 1
-    start = min(column - 1, len(line))
+    """Return the part of a line to show, without indentation, and the carets to print under it."""
+    indent = len(line) - len(line.lstrip())
+    line = line.strip()
+    if place.column is None:
+        return _shown(line[:MAX_LINE_WIDTH]) + ("..." if len(line) > MAX_LINE_WIDTH else ""), ""
+    start = min(max(place.column - 1 - indent, 0), len(line))
     if place.end_line is None or place.end_column is None:
-        stop = column
+        stop = start + 1
     else:
-        stop = len(line.rstrip()) if place.end_line != place.line else min(place.end_column - 1, len(line))
+        stop = len(line) if place.end_line != place.line else min(place.end_column - 1 - indent, len(line))
+        is_all = start == 0 and line[stop:].lstrip()[:1] in ("", "#")
+        if is_all or place.end_line != place.line:
+            stop = start + _called(line[start:stop])
     stop = max(stop, start + 1)
     first = max(0, start - LEAD_IN) if stop > MAX_LINE_WIDTH else 0
     last = first + MAX_LINE_WIDTH
@@ -105,6 +88,26 @@ def _cut(line: str, place: Place) -> tuple[str, str]:
     marked = _shown(line[start : min(stop, last)])
     after = _shown(line[stop:last]) + ("..." if len(line) > last else "")
     return before + marked + after, " " * _width(before) + "^" * max(1, _width(marked))
+
+
+def _called(text: str) -> int:
+    """Return the length of the name that is called, if ``text`` is a call or the first line of one; else its length.
+
+    >>> _called("nn.utils.clip_grad_norm_(model.parameters(), 1.0)"), _called("scaler.scale(loss).backward()")
+    (24, 27)
+    >>> _called("torch.save({"), _called("norm = clip(x)")
+    (10, 14)
+    """
+    depth, end = 0, len(text)
+    if not text.partition("(")[0].replace(".", "").isidentifier():
+        return end
+    for position, character in enumerate(text):
+        if character in "([{":
+            end = position if character == "(" and not depth else end
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+    return end
 
 
 def _shown(text: str) -> str:
@@ -171,16 +174,7 @@ def recorded_lines(counted: CountedFinding, context: int = CONTEXT) -> dict[int,
     return near if line in near else {}
 
 
-def excerpt_lines(counted: CountedFinding, colour: bool) -> list[str]:
-    """Return the lines with their numbers, and carets under the marked span, as the linter shows them."""
-    lines, place = recorded_lines(counted), counted.finding.place
-    text = lines.get(place.line or 0, "")
-    if place.column is None and text.strip():  # a call recorded at run time: mark the whole line
-        start, stop = len(text) - len(text.lstrip()) + 1, len(text.rstrip()) + 1
-        place = Place(file=place.file, line=place.line, column=start, end_line=place.line, end_column=stop)
-    return _drawn(place, lines, colour)
-
-
-def line_number_width(counted: CountedFinding) -> int:
-    """Return the width of the line numbers."""
-    return len(str(max(recorded_lines(counted), default=1)))
+def recorded_excerpt(counted: CountedFinding, colour: bool) -> list[str]:
+    """Return the line of a finding with its number, and carets under the call, as the linter shows it."""
+    place = counted.finding.place
+    return _drawn(place, recorded_lines(counted).get(place.line or 0, ""), colour)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from ampwise.finding import Finding
+from ampwise.finding import Finding, Place
 from ampwise.finding.terminal import paint, printable
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "bullets",
     "finding_paragraph",
     "more_line",
+    "path_from_here",
+    "place_text",
     "shorten_middle",
     "text_table",
     "wrap_text",
@@ -24,6 +27,22 @@ NARROWEST = 60  # a smaller width is a mistake in COLUMNS
 SHORTEST_NAME = 16
 GAP = "  "
 INDENT = "  "
+
+
+def path_from_here(file: str) -> str:
+    """Return a path relative to the current directory if it is inside it, else unchanged."""
+    try:
+        here = os.path.join(os.getcwd(), "")  # noqa: PTH109, PTH118 (a record's path need not be one of this system)
+    except OSError:  # the directory was removed
+        return file
+    return file.removeprefix(here) or file
+
+
+def place_text(place: Place) -> str:
+    """Return a place of a run without steps and ranks, which are said elsewhere; carets show the column."""
+    file = None if place.file is None else path_from_here(place.file)
+    shown = place.but(file=file, column=None, end_line=None, end_column=None, step=None, rank=None)
+    return str(shown) if shown.as_dict() else ""
 
 
 def shorten_middle(name: str, width: int) -> str:
@@ -36,9 +55,12 @@ def shorten_middle(name: str, width: int) -> str:
     return set_cell_size(name, width - 1 - cell_len(tail)).rstrip() + "…" + tail
 
 
-def wrap_text(text: str, width: int, indent: str = "", hang: int = 4) -> str:
-    """Wrap a sentence; a word longer than a line, such as a path, is not broken."""
-    after = indent + " " * hang if indent else ""
+def wrap_text(text: str, width: int, indent: str = "", hang: int | str = 4) -> str:
+    """Wrap a sentence; a word longer than a line, such as a path, is not broken.
+
+    hang: the indentation of the following lines, as text, or in columns more than ``indent``.
+    """
+    after = hang if isinstance(hang, str) else indent + " " * hang if indent else ""
     return textwrap.fill(
         printable(text),
         width,
@@ -50,25 +72,37 @@ def wrap_text(text: str, width: int, indent: str = "", hang: int = 4) -> str:
 
 
 def finding_paragraph(
-    finding: Finding, source: Sequence[str], details: Iterable[str], *, margin: int, colour: bool, mark: str = ""
+    finding: Finding,
+    *,
+    where: str,
+    source: Sequence[str],
+    details: Iterable[str] = (),
+    colour: bool,
+    width: int | None = None,
+    mark: str = "",
 ) -> str:
-    """Return a finding as a paragraph: message, place, source lines, details such as the evidence, and fix.
+    """Return a finding as a paragraph: message, place, source line, details such as the evidence, and fix.
 
-    margin: width of the line numbers. mark: painted text before the name.
+    source: prepared lines. mark: painted text before the rule's name. width: None leaves lines as long as they are.
     """
 
-    def block(text: str, indent: int) -> str:
+    def block(text: str, indent: str, hang: str) -> str:
         # Indented after the first line, so that no line looks like the start of a finding.
-        return f"\n{'':{indent}}".join(printable(line) for line in text.split("\n"))
+        lines: list[str] = []
+        for line in text.split("\n"):
+            start = hang if lines else indent
+            lines.append(f"{start}{printable(line)}" if width is None else wrap_text(line, width, start, hang=hang))
+        return "\n".join(lines)
 
-    head = paint(f"{finding.severity}[{finding.rule.code}]", finding.severity, colour)
-    where = f"{'':{margin}}{paint('-->', 'gutter', colour)} {printable(str(finding.place))}"
+    head = f"{finding.severity.word}[{finding.rule.code}]"
+    first = block(f"{head} {finding.rule.name}: {finding.message}", "", INDENT)
+    fix = block(f"help: {finding.fix}", INDENT, INDENT * 4)
     lines = [
-        f"{head} {mark}{paint(printable(finding.rule.name), 'bold', colour)}: {block(finding.message, 2)}",
-        *([where] if finding.place.as_dict() else []),
+        first.replace(head, f"{paint(head, finding.severity, colour)}{f' {mark}'.rstrip()}", 1),
+        *([f"{INDENT}{paint('-->', 'gutter', colour)} {printable(where)}"] if where else []),
         *source,
-        *[f"{'':{margin}} {paint('=', 'gutter', colour)} {printable(detail)}" for detail in details],
-        f"{paint('help', 'help', colour)}: {block(finding.fix, 6)}",
+        *[block(f"= {printable(detail)}", INDENT, INDENT * 2) for detail in details],
+        fix.replace("help", paint("help", "help", colour), 1),
     ]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Summarize a run in a line: how many findings, how serious, in how many steps, and which is the worst."""
+"""Summarize a run in a line: how many findings, how serious, and in how many steps."""
 
 from __future__ import annotations
 
@@ -73,12 +73,10 @@ def _judged(run: Run) -> str:
     if not findings:
         return f"{'No findings' if steps else 'Nothing to judge'} in {about}"
     more = "" if run.findings_known else ", and more that could not be read,"
-    # The rule's summary as the end of a sentence: in lower case, unless it starts with a name.
-    worst = findings[0].finding.rule.summary.strip().rstrip(".")
-    first = worst.split(maxsplit=1)[0]
-    if len(first) == 1 or first[1:].islower():
-        worst = worst[:1].lower() + worst[1:]
-    return f"{count_by_severity([one.finding for one in findings])}{more} in {about}: {worst}"
+    counted = count_by_severity([one.finding for one in findings])
+    if "," not in counted:
+        return f"{counted}{more} in {about}"
+    return f"{_counted(len(findings), 'problem')}{more} in {about}: {counted}"
 
 
 def setup_of(run: Run) -> str:
@@ -139,33 +137,29 @@ def worst_first(findings: Sequence[CountedFinding]) -> list[CountedFinding]:
 
 
 def count_by_severity(findings: Sequence[Finding]) -> str:
-    """Count the findings by severity: "3 errors, 1 warning"."""
+    """Count the findings by severity: "3 errors, 1 note"."""
     numbers = {severity: sum(one.severity is severity for one in findings) for severity in Severity}
-    parts = [
-        f"{number} {severity}" if severity is Severity.INFO else _counted(number, str(severity))
-        for severity, number in numbers.items()
-        if number
-    ]
-    return ", ".join(parts)
+    return ", ".join(_counted(number, severity.word) for severity, number in numbers.items() if number)
 
 
 def occurrence(counted: CountedFinding) -> str:
-    """Describe how often, at which steps and on which ranks: "×120, first at step 1, last at step 120".
+    """Describe how often, at which steps and on which ranks: "120 times, steps 1 to 120".
 
     Empty for a finding that occurred once and at no step. Not every bad step is replayed.
     """
-    often = f"in {counted.count:,} replays" if counted.finding.rule.names_the_cause else f"×{counted.count:,}"
-    parts = ["once" if counted.count == 1 else often]
-    if counted.first_step is not None and counted.first_step == counted.last_step:
-        parts.append(f"at step {counted.first_step:,}")
-    elif counted.first_step is not None:
-        parts.append(f"first at step {counted.first_step:,}")
-        parts += [f"last at step {counted.last_step:,}"] if counted.last_step is not None else []
+    first, last, parts = counted.first_step, counted.last_step, []
+    if counted.count > 1:
+        what = "in {:,} replays" if counted.finding.rule.names_the_cause else "{:,} times"
+        parts.append(what.format(counted.count))
+    if first is not None and last is not None and first != last:
+        parts.append(f"steps {first:,} to {last:,}")
+    elif first is not None:
+        parts.append(f"at step {first:,}" if last is not None or counted.count == 1 else f"first at step {first:,}")
     if len(counted.ranks) > 1:
         named = ", ".join(str(rank) for rank in counted.ranks[:RANKS_NAMED])
         more = len(counted.ranks) - RANKS_NAMED
         parts.append(f"on ranks {named}{f' and {more} more' if more > 0 else ''}")
-    return "" if parts == ["once"] else ", ".join(parts)
+    return ", ".join(parts)
 
 
 # --- events --------------------------------------------------------------------------------------------------------

@@ -85,7 +85,8 @@ def _rule(code: str, name: str, stored: Mapping[str, Any]) -> Rule:
         raise ValueError(f"a rule without {missing[0]}")
     if not isinstance(texts.get("on_by_default", True), bool) or not isinstance(texts.get("url"), str | None):
         raise ValueError("an invalid rule")
-    return Rule(**{**texts, "severity": Severity(texts["severity"])})
+    codes = tuple(_expect(str, code) for code in _expect(list, texts.get("consequence_of", [])) if code)
+    return Rule(**{**texts, "severity": Severity(texts["severity"]), "consequence_of": codes})
 
 
 def _place(data: Mapping[str, Any]) -> Place:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from ampwise.errors import BadInput
+from ampwise.finding.terminal import shortened
 from ampwise.numbers.census.algebra import Census
 from ampwise.runs.events import LoggedEvent, read_event
 from ampwise.runs.files import open_regular, read_json
@@ -31,7 +32,7 @@ from ampwise.runs.layout import (
     VERSION,
     rank_folders,
 )
-from ampwise.runs.rows import CountedFinding, LayerSample, StepBucket
+from ampwise.runs.rows import CountedFinding, LayerSample, StepBucket, fold_consequences
 
 __all__ = ["RecordFollower", "Run"]
 
@@ -69,12 +70,24 @@ class Run:
     findings_known: bool = True  # whether the findings of all ranks could be read completely
     _notebook_view: ClassVar[Callable[[Run], str] | None] = None  # set by ampwise.report: HTML of a run
 
+    def __repr__(self) -> str:
+        steps = sum(bucket.count for bucket in self.steps)
+        return shortened(f"<Run {self.folder}: {self.status}, {steps:,} steps, {len(self.findings):,} findings>")
+
     @classmethod
     def read(cls, folder: str | Path, *, layers_of_others: bool = True) -> Run:
         """Read the record in ``folder``; raise BadInput if there is none, or if it is too new.
 
-        layers_of_others: False skips the layers of all ranks but the first, and errors in them: they are the largest
-        part of a record of many ranks, and no report shows them.
+        Args:
+            folder: of the run.
+            layers_of_others: False skips the layers of all ranks but the first, and errors in them: they are the
+                largest part of a record of many ranks, and no report shows them.
+
+        Returns:
+            the run.
+
+        Raises:
+            BadInput: there is no record, or it is too new.
         """
         run = RecordFollower(folder, layers_of_others=layers_of_others).look()
         assert run is not None  # the first look always returns a run
@@ -124,7 +137,14 @@ class Run:
         return [bucket for bucket in self.steps if bucket.optimizer == optimizer]
 
     def total_layers(self, optimizer: int = 0) -> dict[str, Census]:
-        """Return the census of each parameter's gradients, summed over all samples."""
+        """Return the census of each parameter's gradients, summed over all samples.
+
+        Args:
+            optimizer: its number, from 0.
+
+        Returns:
+            censuses by parameter.
+        """
         parts: dict[str, list[Census]] = {}
         for sample in self.layers:
             if sample.optimizer == optimizer:
@@ -133,7 +153,10 @@ class Run:
         return {name: _total(censuses) for name, censuses in parts.items()}
 
     def merged_findings(self) -> list[CountedFinding]:
-        """Return the findings of all ranks without duplicates, sorted by severity, then by frequency."""
+        """Return the findings of all ranks, sorted by severity, then by frequency.
+
+        Equal findings of several ranks are one, and a fault is one finding: what it caused is in its ``consequences``.
+        """
         merged: dict[tuple[str, Any, str], CountedFinding] = {}
         for rank, run in {self.rank: self, **self.ranks}.items():
             for seen in run.findings:
@@ -146,10 +169,17 @@ class Run:
             cause_first = not rule.names_the_cause
             return seen.finding.severity.rank, cause_first, -seen.count, rule.code, str(place), seen.finding.message
 
-        return sorted(merged.values(), key=weight)
+        return fold_consequences(sorted(merged.values(), key=weight))
 
     def scales_by_rank(self, optimizer: int = 0) -> dict[int, dict[int, float]]:
-        """Return the loss scale of each rank by step, where it is known; for merged steps, if it did not change."""
+        """Return the loss scale of each rank by step, where it is known; for merged steps, if it did not change.
+
+        Args:
+            optimizer: its number, from 0.
+
+        Returns:
+            scales by rank and step.
+        """
         return {
             rank: {
                 step: bucket.scale.low

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ampwise.finding import Finding
@@ -19,11 +19,13 @@ __all__ = [
     "NumberStats",
     "StepBucket",
     "StepRow",
+    "fold_consequences",
     "merge_buckets",
 ]
 
 METRICS = ("loss", "norm", "scale", "lr")  # numbers of a step
 SKIP_RATE_STEPS = 100  # steps over which the skip rate is computed
+LONGEST_CHAIN = 8  # of a cause, its consequence, the consequence of that ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +203,17 @@ class CountedFinding:
     excerpt: dict[str, Any] = field(default_factory=dict)  # {"first_line": 12, "lines": ["...", ...]}
     diff: str = ""  # unified diff that fixes it in the script as it ran; empty if there is none
     diff_is_safe: bool = True  # the diff changes nothing but the mistake
+    consequences: list[CountedFinding] = field(default_factory=list)  # findings that this one explains
+
+    def explains(self, other: CountedFinding) -> bool:
+        """Return whether ``other`` is a consequence of this one, as its rule says: later, and no more serious."""
+        rule, known = other.finding.rule, (self.first_step, other.first_step)
+        return (
+            self.finding.rule.code.startswith(rule.consequence_of)
+            and self.finding.rule.code != rule.code
+            and self.finding.severity.rank <= other.finding.severity.rank
+            and (None in known or self.first_step <= other.first_step)  # type: ignore[operator]
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -220,4 +233,23 @@ class CountedFinding:
             "excerpt": self.excerpt,
             "diff": self.diff,
             "diff_is_safe": self.diff_is_safe,
+            "consequences": [one.as_dict() for one in self.consequences],
         }
+
+
+def fold_consequences(found: Sequence[CountedFinding]) -> list[CountedFinding]:
+    """Return the findings that no other one explains, in the same order, each with its consequences.
+
+    A consequence of a consequence belongs to the first cause. ``found`` is sorted, the likeliest causes first.
+    """
+    causes = {}
+    for one in found:
+        if one.finding.rule.consequence_of:
+            causes[id(one)] = next((each for each in found if each.explains(one)), one)
+    folded: dict[int, list[CountedFinding]] = {}
+    for one in sorted(found, key=lambda one: one.first_step or 0):
+        root = one
+        for _ in range(LONGEST_CHAIN):  # not forever: rules of plugins may name each other
+            root = causes.get(id(root), root)
+        folded.setdefault(id(root), []).extend([] if root is one else [one])
+    return [replace(one, consequences=folded[id(one)]) for one in found if id(one) in folded]

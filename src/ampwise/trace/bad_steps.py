@@ -7,7 +7,6 @@ the weights are still those of the bad step.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,9 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ampwise.finding import Finding
-from ampwise.finding.terminal import log_line
+from ampwise.finding.log import log
 from ampwise.trace.call_arguments import iterator_names, named_tensors
-from ampwise.trace.capsule.saving import MAX_CAPSULES, SHARED_CAPSULES, Capsules, checked_capsules
+from ampwise.trace.capsule.saving import MAX_CAPSULES, SHARED_CAPSULES, Capsules
 from ampwise.trace.ranks import RankGroup, collectives_refused
 from ampwise.trace.recorder import overwrite
 from ampwise.trace.replay import Replay, ReplaySettings, ReplayStep, is_compiled
@@ -95,10 +94,9 @@ class BadStepRecord:
 class BadStepExplainer(Callback):
     """Keeps the last step until it is known to be good, and explains bad steps by replaying them."""
 
-    def __init__(self, capsules: Capsules | str | os.PathLike[str] | None = None) -> None:
+    def __init__(self) -> None:
         self.findings: list[Finding] = []
         self.last: list[Finding] = []  # about the step explained last
-        self.capsules = checked_capsules(capsules)
         self._later_capsules: Capsules | None = None  # for bad steps that come in a row: see save_to
         self._save_from = 1
         self._to_save = 0  # steps replayed because they were to be saved there
@@ -116,7 +114,9 @@ class BadStepExplainer(Callback):
         self._mutates = False  # a loss function has changed its batch in place
 
     def save_to(self, capsules: Capsules | None, *, streak: int = 1) -> None:
-        """Save bad steps here, from the ``streak``-th in a row on; None: no longer. ``Engine(capsules=...)`` wins.
+        """Save bad steps here, from the ``streak``-th in a row on; None: no longer.
+
+        ``Capsules`` among the engine's callbacks win.
 
         The explainer counts the streak itself: on a GPU, others learn of a bad step when the next is already explained.
         """
@@ -215,7 +215,7 @@ class BadStepExplainer(Callback):
         except Exception as error:  # from ampwise, or from the script in the replay; training continues
             what = ": ".join(part for part in (type(error).__name__, str(error)) if part)
             if self._ranks.speaks:
-                log_line("ampwise: step {} could not be explained: its replay failed with {}", bad.number, what)
+                log("warning", "step {} could not be explained: its replay failed with {}", bad.number, what)
 
     def _look_into(self, bad: BadStepRecord) -> None:
         together = RankGroup(self._ranks.process_group, several=self._ranks.several, in_step=self._ranks.in_step)
@@ -288,7 +288,8 @@ class BadStepExplainer(Callback):
             found = findings_about(failure)
             # Saved by the rank where it arose, and reported by the first.
             later = self._later_capsules if self._streak >= self._save_from else None
-            capsules = self.capsules or later or next(iter(SHARED_CAPSULES), None)
+            own = (each for each in self._attached.callbacks if isinstance(each, Capsules))
+            capsules = next(own, None) or later or next(iter(SHARED_CAPSULES), None)
             path = None
             if capsules is not None and failure.rank == together.rank:
                 path = capsules.save(subject, bad, kept, self._attached.policy.as_dict(), found)
@@ -296,8 +297,8 @@ class BadStepExplainer(Callback):
         if not saved_at:
             return found
         where = {"capsule": saved_at}
-        if capsules is not None and capsules.build is not None:
-            where["build"] = capsules.build
+        if capsules is not None and capsules.make is not None:
+            where["build"] = capsules.make
         return [each.but(evidence={**each.evidence, **where}) for each in found]
 
     def _guilty(self, bad: BadStepRecord, together: RankGroup) -> KeptBatch:
@@ -363,10 +364,10 @@ class BadStepExplainer(Callback):
     # Reporting
 
     def _say_why_not(self, bad: BadStepRecord, why: str) -> None:
-        """Print once why a step with a bad loss is not explained."""
+        """Log once why a step with a bad loss is not explained."""
         if not self._said_why_not and not math.isfinite(bad.loss) and self._ranks.speaks:
             self._said_why_not = True
-            log_line("ampwise: the loss of step {} is {}. {}", bad.number, bad.loss, why)
+            log("warning", "the loss of step {} is {}. {}", bad.number, bad.loss, why)
 
     def _tell(self, found: Sequence[Finding], step: int) -> None:
         known = {(finding.rule.code, finding.place.file, finding.place.line) for finding in self.findings}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 import sysconfig
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple, TypeVar
@@ -33,15 +35,16 @@ def calling_site() -> CallSite:
     """Return the innermost line of the user's own code; if there is none, that of the library that called torch."""
     own: Line | None = None
     library: Line | None = None
+    span = None
     for frame in _frames():
         owner = code_owner(frame.f_code.co_filename)
         if owner == "own":
             if own is not None:
-                return site_of(own, library, _line(frame))
-            own = _line(frame)
+                return site_of(own, library, _line(frame), span)
+            own, span = _line(frame), _span(frame.f_code, frame.f_lasti)
         elif owner == "library" and own is None and library is None:
             library = _line(frame)
-    return site_of(own, library)
+    return site_of(own, library, None, span)
 
 
 def current_line() -> StackLine:
@@ -72,8 +75,16 @@ def stop_stack_search(function: T) -> T:
 
 
 @lru_cache(maxsize=4096)
-def site_of(own: Line | None, library: Line | None, called_from: Line | None = None) -> CallSite:
-    """Return the line to show: the user's, the library's line that it called, and the line that called the user's."""
+def site_of(
+    own: Line | None,
+    library: Line | None,
+    called_from: Line | None = None,
+    span: tuple[int, int, int] | None = None,
+) -> CallSite:
+    """Return the line to show: the user's, the library's line that it called, and the line that called the user's.
+
+    span: of the call in the user's line.
+    """
     shown = own or library
     if shown is None:
         return CallSite()
@@ -83,6 +94,7 @@ def site_of(own: Line | None, library: Line | None, called_from: Line | None = N
         function=shown[2],
         through="" if library is None or own is None else f"{'/'.join(Path(library[0]).parts[-2:])}:{library[1]}",
         called_from="" if called_from is None else f"{Path(called_from[0]).name}:{called_from[1]}",
+        span=span,
     )
 
 
@@ -126,6 +138,21 @@ def _frames() -> Iterator[FrameType]:
             return
         yield frame
         frame = frame.f_back
+
+
+@lru_cache(maxsize=1024)
+def _span(code: CodeType, instruction: int) -> tuple[int, int, int] | None:
+    """Return column, end line and end column of the running call, as ``Place`` counts them; None if unknown."""
+    line, end_line, column, end_column = next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+    if line is None or end_line is None or column is None or end_column is None:
+        return None  # -X no_debug_ranges, or code without columns
+
+    def characters(number: int, offset: int) -> int:  # Python counts bytes of UTF-8
+        text = linecache.getline(code.co_filename, number).encode("utf-8", "surrogatepass")
+        return len(text[:offset].decode("utf-8", "replace")) if len(text) >= offset else offset
+
+    span = characters(line, column) + 1, end_line, characters(end_line, end_column) + 1
+    return span if (end_line, span[2]) >= (line, span[0]) else None
 
 
 def _line(frame: FrameType) -> Line:

@@ -22,12 +22,23 @@ __all__ = ["trace"]
 def trace(function: Callable[..., Any], /, *args: Any, swallowed: bool = False, **kwargs: Any) -> list[Finding]:
     """Run ``function(*args, **kwargs)`` and its backward pass, and explain a NaN or an infinity in loss or gradients.
 
-    Returns findings; none if everything is finite. The backward pass starts at the loss that the function returns,
-    unless that needs no gradient or the function has already called it. swallowed: also report infinities that
-    disappeared again and left finite values.
+    The backward pass starts at the loss that the function returns,
+    unless that needs no gradient or the function has already called it.
 
     If a value is not finite, the function is run a few more times, to inspect the operation and to try fixes. Weights,
     buffers, gradients, arguments and random state are restored.
+
+    Args:
+        function: returns the loss.
+        *args: passed to it.
+        swallowed: also report infinities that disappeared again and left finite values.
+        **kwargs: passed to the function.
+
+    Returns:
+        findings, the cause first; none if everything is finite.
+
+    Raises:
+        BadInput: the function does not return a loss.
 
     >>> weight = torch.tensor([0.0, 4.0], requires_grad=True)
     >>> for finding in trace(lambda x: (x * weight).sqrt().sum(), torch.ones(2)):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import importlib.util
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ampwise.errors import BadInput
+from ampwise.errors import BadInput, nearest
 from ampwise.finding.terminal import printable
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "INSTALLED",
     "UserFunction",
     "call_user_function",
+    "check_function",
     "describe_error",
     "describe_type",
     "imports_refused_from",
@@ -31,7 +34,8 @@ __all__ = [
     "split_function_name",
 ]
 
-FUNCTION_FORMAT = "module:function or file.py:function, such as train:make"
+FUNCTION_FORMAT = "train.py:make or train:make, a function of yours; `ampwise init train.py` writes one"
+WRITTEN_BY_INIT = "ampwise_make.py"
 INSTALLED = {"site-packages", "dist-packages"}
 OURS = Path(__file__).parents[1]
 
@@ -39,7 +43,7 @@ OURS = Path(__file__).parents[1]
 class UserFunction(NamedTuple):
     """A function of the user, by module or file and name."""
 
-    said: str  # how errors name it: "--build train:make"
+    said: str  # how errors name it: "train:make"
     place: str  # name of a module or of a file
     function: str
     file: Path | None = None  # the only file it may come from
@@ -53,6 +57,56 @@ def split_function_name(text: str, said: str) -> tuple[str, str]:
     if not function.isidentifier() or not (is_module or is_file):
         raise BadInput(f"{f'{said} ' if said else ''}{text[:200]!r}: expected {FUNCTION_FORMAT}.")
     return place, function
+
+
+def check_function(text: str) -> None:
+    """Raise BadInput if the file or module that ``train.py:make`` names has no such function.
+
+    Its source is read, not run: whether a name exists should not take the seconds that importing torch takes.
+    """
+    place, function = split_function_name(text, "")
+    if place.endswith(".py"):
+        file = Path(place)
+        if not file.is_file():
+            near = nearest(file.stem, [each.stem for each in file.parent.glob("*.py")])
+            guess = f" Did you mean {file.with_name(near[0] + '.py')}?" if near else ""
+            raise BadInput(f"{text}: there is no file {place}.{guess}")
+    else:
+        top, *inner = place.split(".")
+        found = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
+        if found is None and top not in sys.builtin_module_names:
+            near = nearest(top, [each.stem for each in Path.cwd().glob("*.py")])
+            guess = f"Did you mean {near[0]}.py:{function}? " if near else ""
+            raise BadInput(f"{text}: there is no module {place!r}. {guess}Expected {FUNCTION_FORMAT}.")
+        if found is None or inner or found.origin is None or not found.origin.endswith(".py"):
+            return  # inside a package: importing it will tell
+        file = Path(found.origin)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # importing it will warn
+            tree = ast.parse(file.read_bytes(), str(file))
+    except (SyntaxError, ValueError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {printable(str(error))}"
+        raise BadInput(f"{text}: {place} cannot be loaded: {reason}.") from error
+    except OSError:
+        return  # importing it tells why
+    bound: set[str] = set()
+    used: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.Name):
+            (bound if isinstance(node.ctx, ast.Store) else used).add(node.id)
+        elif isinstance(node, ast.alias):
+            bound |= {node.asname or node.name.partition(".")[0]}
+    may_be_added = used & {"exec", "globals", "setattr", "vars"} or bound & {"*", "__getattr__"}
+    own = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    if function not in bound and not may_be_added:
+        near = nearest(function, own)
+        guess = f"Did you mean {place}:{near[0]}? " if near else ""
+        if (file.parent / WRITTEN_BY_INIT).is_file():
+            guess = f"Did you mean {WRITTEN_BY_INIT}:make? "
+        where, script = (place, "train.py") if file.name == "__init__.py" else (file.name, file.name)
+        raise BadInput(f"{text}: {where} has no function {function!r}. {guess}`ampwise init {script}` writes one.")
 
 
 @contextlib.contextmanager
@@ -110,7 +164,7 @@ def load_function(named: UserFunction) -> Callable[..., Any]:
     if named.file is not None and (found is None or Path(found).resolve() != named.file):
         raise BadInput(
             f"{named.said}: {named.place} is another module, not the file in the current folder, so it is not used. "
-            f"Give --build {named.file.name}:{named.function}."
+            f"Name the file: {named.file.name}:{named.function}."
         )
     function = getattr(module, named.function, None)
     if not callable(function):

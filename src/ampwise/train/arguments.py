@@ -12,12 +12,12 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
 from ampwise.errors import BadInput
-from ampwise.train.low_bit.optimizers import make_optimizer
+from ampwise.train.callback import Callback
 from ampwise.train.scaler.loss_scale import is_number
 
 __all__ = [
+    "checked_callbacks",
     "checked_clipping",
-    "checked_length",
     "checked_loss",
     "checked_models",
     "checked_optimizers",
@@ -39,17 +39,13 @@ def checked_models(given: Any) -> list[Module]:
     return models
 
 
-def checked_optimizers(given: Any, models: Sequence[Module], options: Any = None) -> list[Optimizer]:
-    """Return the optimizers, from one, several or a name; raise if they hold parameters of no model."""
+def checked_optimizers(given: Any, models: Sequence[Module]) -> list[Optimizer]:
+    """Return the optimizers, from one or several; raise if they hold parameters of no model."""
     if isinstance(given, str):
-        if not isinstance(options, Mapping | None):
-            raise BadInput(
-                f'Engine(optimizer_options={options!r}): expected a dict of {given}\'s options: {{"lr": 3e-4}}.'
-            )
-        trained = [each for model in models for each in model.parameters() if each.requires_grad]
-        given = make_optimizer(given, dict.fromkeys(trained), **(options or {}))
-    elif options is not None:
-        raise BadInput("Engine(optimizer_options=...) needs an optimizer by name: Engine(model, 'adamw8bit', ...).")
+        raise BadInput(
+            f"Engine(optimizer={given!r}): expected an optimizer. Make one by name: "
+            f"ampwise.make_optimizer({given!r}, model, lr=3e-4)."
+        )
     optimizers = list(given) if isinstance(given, Iterable) else [given]
     if not optimizers:
         raise BadInput("Engine(optimizer=[]): expected at least one optimizer.")
@@ -94,10 +90,13 @@ def checked_size(accumulate: Any) -> int:
     return accumulate
 
 
-def checked_length(history: Any) -> int:
-    if isinstance(history, bool) or not isinstance(history, int) or history < 0:
-        raise BadInput(f"Engine(history={history!r}): expected the number of steps to keep, 0 or more.")
-    return history
+def checked_callbacks(given: Any) -> list[Callback]:
+    callbacks = list(given) if isinstance(given, list | tuple) else [given]
+    for each in callbacks:
+        if not isinstance(each, Callback):
+            hint = " For a sink: callbacks=[ampwise.Sinks(...)]." if isinstance(each, str) or callable(each) else ""
+            raise BadInput(f"Engine(callbacks=[{each!r}]): expected a list of ampwise.Callback.{hint}")
+    return callbacks
 
 
 def checked_weight(weight: Any) -> Any:

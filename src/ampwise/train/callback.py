@@ -1,6 +1,6 @@
 """Callbacks: hooks that an Engine calls around each step.
 
-The engine knows nothing of those who use them: explaining bad steps (``ampwise.trace``), sinks, and the guard.
+The engine knows nothing of those who use them: explaining bad steps (``ampwise.trace``), ``Sinks``, and the guard.
 """
 
 from __future__ import annotations
@@ -41,22 +41,45 @@ class Callback:
     """
 
     def on_attach(self, engine: Engine) -> None:
-        """Called by ``engine.add_callback``. Keep only a weak reference, or the engine is never freed."""
+        """Called when it is added to an engine. Keep only a weak reference, or the engine is never freed.
+
+        Args:
+            engine: the engine.
+        """
 
     def on_step_begin(self) -> None:
         """Called before the first micro-batch of a step, after all work of the last one."""
 
     def on_pass_begin(self, batch: MicroBatch) -> None:
-        """Called before a forward pass. Not for ``engine.backward``, whose forward pass is the script's."""
+        """Called before a forward pass. Not for ``engine.backward``, whose forward pass is the script's.
+
+        Args:
+            batch: the call of the loss function that follows.
+        """
 
     def on_pass_end(self, batch: MicroBatch, loss: Tensor) -> None:
-        """Called after a backward pass, with the micro-batch's contribution to the step's loss."""
+        """Called after a backward pass, with the micro-batch's contribution to the step's loss.
+
+        Args:
+            batch: the call of the loss function.
+            loss: its contribution to the step's loss.
+        """
 
     def before_update(self, number: int, loss: Tensor | None) -> None:
-        """Called when a step's gradients are complete, before weights and optimizer state change."""
+        """Called when a step's gradients are complete, before weights and optimizer state change.
+
+        Args:
+            number: of the step, from 1.
+            loss: its loss, on the device.
+        """
 
     def on_step_end(self, step: Step, result: StepResult) -> None:
-        """Called when a step was applied or skipped, inside the engine. It must not sync or raise."""
+        """Called when a step was applied or skipped, inside the engine. It must not sync or raise.
+
+        Args:
+            step: what is known of it; reading a number may sync.
+            result: the result on the device.
+        """
 
     def on_step_dropped(self) -> None:
         """Called when the micro-batches of an unfinished step are discarded."""
@@ -64,8 +87,15 @@ class Callback:
     def on_reset(self) -> None:
         """Called when the engine's state was loaded or its precision changed: earlier steps cannot be rerun."""
 
+    def on_close(self) -> None:
+        """Called by ``engine.close()``: wait for what is still under way."""
+
     def after_step(self, step: Step) -> None:
-        """Called last, between two steps: it may load another state. An exception ends ``engine.step``."""
+        """Called last, between two steps: it may load another state. An exception ends ``engine.step``.
+
+        Args:
+            step: the step that was closed.
+        """
 
 
 class Hooks:

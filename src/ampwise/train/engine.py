@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +18,9 @@ from torch.optim import Optimizer
 
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
-from ampwise.finding.terminal import log_line
+from ampwise.finding.log import log, log_once
+from ampwise.finding.terminal import shortened
 from ampwise.numbers.census.device_census import DeviceCensus
-from ampwise.runs.sinks.metrics import MetricsRow
 from ampwise.train.accumulator import (
     Accumulator,
     Weight,
@@ -29,8 +30,8 @@ from ampwise.train.accumulator import (
     weighted_loss,
 )
 from ampwise.train.arguments import (
+    checked_callbacks,
     checked_clipping,
-    checked_length,
     checked_loss,
     checked_models,
     checked_optimizers,
@@ -52,13 +53,12 @@ from ampwise.train.engine_state import (
     rng_state,
 )
 from ampwise.train.float8.layer_stats import Float8LayerStats
-from ampwise.train.float8.recipe import Fp8, fp8_from
+from ampwise.train.float8.recipe import Fp8
 from ampwise.train.precision.contexts import NO_CONTEXT, PrecisionContexts
 from ampwise.train.precision.policy import Policy
 from ampwise.train.precision.precision import TrainPrecision, choose_precision
 from ampwise.train.precision_plugin import PrecisionPlugin, make_plugin
 from ampwise.train.ranks import Ranks, is_main_process
-from ampwise.train.reporter import make_reporter
 from ampwise.train.scaler.grad_scaler import GradScaler
 from ampwise.train.scaler.grad_stats import NO_CLIPPING, inverse_scale
 from ampwise.train.scaler.gradients import clamp_, collect_gradients, to_device
@@ -73,34 +73,36 @@ __all__ = ["Engine"]
 class Engine:
     """Mixed-precision training step: autocast, loss scaling, accumulation, clipping, schedulers, several ranks.
 
-    optimizer: an optimizer, or several that step together; or the name of one for ``make_optimizer``, with
-        ``optimizer_options``: ``Engine(model, "adamw8bit", optimizer_options={"lr": 3e-4})``.
-    precision: "fp32", "tf32", "fp16", "bf16"; "auto", which chooses what the device runs fast and reports why; "fp8"
-        for linear layers where the device supports it; "bf16-pure" for weights in BF16 too, without losing small
-        updates ("bf16-pure,kahan", "bf16-pure,bf16-states"); "emulate:mxfp8" (or another format) for matmuls on
-        values rounded to that format, on any device; or a Policy, which sets exceptions by module. A precision that
-        the device cannot run is an error.
-    clip_norm, clip_value: clip unscaled gradients, by the norm of all of them or by the value of each.
-    accumulate: how many micro-batches make a step. Their losses are averaged, or weighted by ``weight``: a function
-        of the loss function's arguments, such as ``lambda x, y: (y != padding).sum()``.
-    scheduler: one or several learning-rate schedulers, stepped once per step and not when a step is skipped.
-    scaling: options for the GradScaler, where the precision needs one: ``{"init_scale": 2.0**12}``.
-    process_group: the ranks over which plain (non-DTensor) gradients are sharded. Not needed with DDP and FSDP2.
-    graph: capture forward and backward passes in CUDA graphs, for small models. Works with ``step`` only; the loss
-        function must be the same object each time and must not sync with the GPU, and batches must be on the GPU and
-        have few different shapes.
-    history: how many steps ``engine.history`` keeps.
-    sinks: where the numbers of each step go: names, ``["tensorboard:logs", "wandb"]``, and functions that take a row.
-        They receive each step a little later, and training does not wait for them.
-    trace: rerun a bad step (its loss or gradients are not finite) and report which operation it came from and why, in
-        ``engine.findings``. The only cost on good steps: the host runs at most one step ahead of the device.
-    capsules: a folder in which bad steps are saved, for ``ampwise replay``; or a ``Capsules``, which also says how to
-        rebuild the model.
-    fp8: with precision "fp8", how its layers are scaled: a recipe by name, "current", "delayed", "tensorwise",
-        "rowwise", "rowwise+hp-weight-grad"; "measured", which takes the fastest for each layer; or ``Fp8(...)``.
-
     A step whose gradients are not finite changes nothing, in any precision: neither weights nor the state of
     optimizer, scheduler and BatchNorm, nor any other buffer. With a fused optimizer nothing syncs with the GPU.
+
+    Args:
+        model: a model, or several that train together.
+        optimizer: an optimizer, or several that step together. ``make_optimizer`` makes one by name.
+        precision: "fp32", "tf32", "fp16", "bf16"; "auto", which chooses what the device runs fast and logs why;
+            "fp8" for linear layers where the device supports it, or an ``Fp8``, which also says how they are scaled;
+            "bf16-pure" for weights in BF16 too, without losing small updates ("bf16-pure,kahan",
+            "bf16-pure,bf16-states"); "emulate:mxfp8" (or another format) for matmuls on values rounded to that
+            format, on any device; or a ``Policy``, which sets exceptions by module.
+        clip_norm: clip unscaled gradients by the norm of all of them.
+        clip_value: clip each unscaled gradient to this value.
+        accumulate: how many micro-batches make a step. Their losses are averaged.
+        weight: weigh micro-batches in that mean: a function of the loss function's arguments, such as
+            ``lambda x, y: (y != padding).sum()``.
+        scheduler: one or several learning-rate schedulers, stepped once per step and not when a step is skipped.
+        scaling: options of the engine's ``GradScaler``: ``{"init_scale": 2.0**12}``; ``{"process_group": group}``
+            where plain gradients are sharded over ranks (not needed with DDP and FSDP2).
+        graph: capture forward and backward passes in CUDA graphs, for small models. Works with ``step`` only; the
+            loss function must be the same object each time and must not sync with the GPU, and batches must be on the
+            GPU and have few different shapes.
+        trace: rerun a bad step (its loss or gradients are not finite) and report which operation it came from and why,
+            in ``engine.findings``. The only cost on good steps: the host runs at most one step ahead of the device.
+        callbacks: called around each step: ``Sinks("tensorboard:logs")`` sends each step's numbers somewhere,
+            ``Capsules("capsules")`` saves bad steps for ``ampwise replay``; or a ``Callback`` of your own.
+
+    Raises:
+        BadInput: an argument does not fit; the model is unchanged.
+        PrecisionUnavailable: the device cannot run the precision.
 
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
@@ -113,43 +115,38 @@ class Engine:
     def __init__(
         self,
         model: Module | Sequence[Module],
-        optimizer: Optimizer | Iterable[Optimizer] | str,
-        precision: str | Policy = "auto",
+        optimizer: Optimizer | Iterable[Optimizer],
+        precision: str | Policy | Fp8 = "auto",
         *,
-        optimizer_options: Mapping[str, Any] | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         accumulate: int = 1,
         weight: Callable[..., Weight] | None = None,
         scheduler: Any = None,
         scaling: Mapping[str, Any] | None = None,
-        process_group: Any | None = None,
-        set_to_none: bool = True,
         graph: bool = False,
-        history: int = 1000,
-        sinks: Iterable[str | Callable[[MetricsRow], None]] | None = None,
         trace: bool = True,
-        capsules: Any = None,
-        fp8: str | Fp8 | None = None,
+        callbacks: Iterable[Callback] = (),
     ) -> None:
         self._models = checked_models(model)
         # The module whose parameter and module names are used in reports.
         self._model = self._models[0] if len(self._models) == 1 else ModuleList(self._models)
-        self._trained = TrainedParameters(checked_optimizers(optimizer, self._models, optimizer_options), self._models)
+        self._trained = TrainedParameters(checked_optimizers(optimizer, self._models), self._models)
         self._schedules = SchedulerSet(scheduler, self._trained.optimizers)
         self._clip_norm, self._clip_value = checked_clipping(clip_norm, clip_value)
         self._accumulator = Accumulator(checked_size(accumulate))
         self._weigh = checked_weight(weight)
-        self._set_to_none = set_to_none
         self.device = model_device(self._models)
         self._graphs = CudaGraphs(self.device) if graph else None
-        fp8_from(fp8)  # before the device is queried: a typo should be found without a GPU
-        chosen, self.why = choose_precision(precision.base if isinstance(precision, Policy) else precision, self.device)
-        self.policy = precision if isinstance(precision, Policy) else Policy(precision)
-        self._fp8 = fp8
-        self._plugin = self._plugin_for(chosen, self.policy, fp8)
+        asked = checked_callbacks(callbacks)
+        self.policy, chosen, self.why = self._choose(precision)
+        self._fp8 = self.policy.fp8
+        self._plugin = self._plugin_for(chosen, self.policy)
         self._contexts = self._contexts_of(chosen)
-        self._ranks = Ranks(self._models, process_group)
+        self.scaler = _scaler(self.device, chosen.scaled, scaling)
+        self._scaling = dict(scaling or {})
+        self._process_group = self._scaling.get("process_group")
+        self._ranks = Ranks(self._models, self._process_group)
         if graph and self._ranks.several:
             raise BadInput(
                 "Engine(graph=True) does not work with DDP or FSDP, which exchange gradients in the backward pass."
@@ -157,32 +154,26 @@ class Engine:
         if self.policy.base == "auto":
             self._ranks.require_same_precision(self.precision)
             if is_main_process():
-                log_line("ampwise: {}", self.why)
+                log("warning" if self.precision == "fp32" else "info", "{}", self.why)
         self._ranks.warn_if_not_synced(self._trained.parameters)
-        self._process_group = process_group
-        self._scaling = scaling
-        self.scaler = _scaler(self.device, chosen.scaled, scaling, process_group)
         self._statistics = BufferSnapshot(self._models)
         self._statistics_within = BufferSnapshot(
             self._models, self._statistics
         )  # at the start of the current micro-batch
         self._counts = StepCounts()
-        self.history = StepHistory(checked_length(history))
+        self.history = StepHistory()
         self._inside = False  # inside a call of step()
         self._window_open = False  # an accumulation window is open, and its buffers are backed up
         self._closed_steps = 0  # accumulation windows that are complete
         self._in_optimizer_step = False  # the engine itself is calling optimizer.step()
         self._backoffs: list[StepResult] = []  # scale backoffs to undo at the end of the window
         self._hooks = Hooks()
+        self.traces = trace
         self._explainer: Any = None
-        if trace:  # by name, as its package builds on this one; before sinks are opened, as it checks capsules
-            self._explainer = importlib.import_module("ampwise.trace.bad_steps").BadStepExplainer(capsules)
-        self._reporter = make_reporter(sinks)
-        if self._reporter is not None:
-            weakref.finalize(self, self._reporter.end).atexit = False  # it has an exit handler of its own
-            self.add_callback(self._reporter)
-        if self._explainer is not None:
-            self.add_callback(self._explainer)
+        if trace:  # by name, as its package builds on this one
+            self._explainer = importlib.import_module("ampwise.trace.bad_steps").BadStepExplainer()
+        for callback in (*asked, *([self._explainer] if trace else [])):
+            self.add_callback(callback)
         # Last, so that a rejected argument leaves the model unchanged.
         self.policy.apply(self._model)
         self._plugin.install()
@@ -204,8 +195,18 @@ class Engine:
         self._trained.hook("register_state_dict_pre_hook", settle_schedules)
         self._trained.hook("register_step_pre_hook", refuse_others_step)
 
-    def _plugin_for(self, chosen: TrainPrecision, policy: Policy, fp8: str | Fp8 | None) -> PrecisionPlugin:
-        graphed = self._graphs is not None
+    def _choose(self, precision: str | Policy | Fp8) -> tuple[Policy, TrainPrecision, str]:
+        """Return what is asked for as a policy, the precision that it means on this device, and why."""
+        if isinstance(precision, Fp8):
+            precision = Policy("fp8", fp8=precision)
+        base = precision.base if isinstance(precision, Policy) else precision
+        chosen, why, slow = choose_precision(base, self.device)
+        if slow and is_main_process():
+            log_once("warning", slow)
+        return precision if isinstance(precision, Policy) else Policy(precision), chosen, why
+
+    def _plugin_for(self, chosen: TrainPrecision, policy: Policy) -> PrecisionPlugin:
+        graphed, fp8 = self._graphs is not None, policy.fp8 or self._fp8
         return make_plugin(chosen, policy, self._models, self._trained.optimizers, self.device, fp8, graphed=graphed)
 
     def _contexts_of(self, chosen: TrainPrecision) -> PrecisionContexts:
@@ -225,6 +226,18 @@ class Engine:
 
         It may return ``(loss, extra)``; ``extra`` is then in ``step.extra``. With ``accumulate``, the optimizer steps
         on the last micro-batch of the accumulation window: ``step.closed``.
+
+        Args:
+            loss_fn: returns the loss.
+            *args: the batch, passed to it.
+            **kwargs: likewise, by name.
+
+        Returns:
+            the step, whose numbers arrive a little later.
+
+        Raises:
+            BadInput: the loss function does not return a loss, or something else changed the gradients.
+            ScaleCollapsed: the loss scale is at its floor, and gradients still overflow.
         """
         self._begin_step(loss_fn, "step")
         self._inside = True
@@ -244,6 +257,18 @@ class Engine:
         Tensors are split along their first dimension, in arguments and in lists, tuples and dicts of them. The gradient
         is that of the whole batch if the loss is a mean over it; BatchNorm sees each piece separately. ``step.extra``
         is a list with one item per piece.
+
+        Args:
+            count: number of pieces.
+            loss_fn: returns the loss of a piece.
+            *args: the batch.
+            **kwargs: likewise, by name.
+
+        Returns:
+            the step.
+
+        Raises:
+            BadInput: as ``step``; or the batch cannot be split so.
         """
         self._begin_step(loss_fn, "step_in_pieces")
         window, pieces = self._accumulator, split_batch(count, args, kwargs)
@@ -337,7 +362,15 @@ class Engine:
     def rerun(self, batch: MicroBatch, *, scale: float, goes_back: Callable[[Tensor], bool]) -> Tensor:
         """Run a micro-batch of a past step again, for a callback; return its contribution to the step's loss.
 
-        goes_back: decides by the loss whether there is a backward pass. Gradients are added to those that exist.
+        Gradients are added to those that exist.
+
+        Args:
+            batch: what to run.
+            scale: multiplies the loss before the backward pass.
+            goes_back: decides by the loss whether there is a backward pass.
+
+        Returns:
+            the loss.
         """
         with self._contexts.pass_context():
             with self._contexts.forward():
@@ -364,6 +397,9 @@ class Engine:
         """Context for a forward pass in the engine's precision, in training and in evaluation.
 
         For training, gradients must be enabled, as they are by default.
+
+        Returns:
+            a context manager.
         """
         if not torch.is_grad_enabled():
             with self._contexts.pass_context(), self._contexts.forward():
@@ -384,7 +420,15 @@ class Engine:
     def backward(self, loss: Tensor, *, weight: Weight | None = None, **kwargs: Any) -> None:
         """Run the backward pass of a loss, scaled and divided by the number of micro-batches.
 
-        A micro-batch may have several losses: call this once for each. ``kwargs`` are passed to ``Tensor.backward``.
+        A micro-batch may have several losses: call this once for each.
+
+        Args:
+            loss: a scalar.
+            weight: of this micro-batch in the mean, for an engine with ``weight``.
+            **kwargs: passed to ``Tensor.backward``.
+
+        Raises:
+            BadInput: not a loss, or something else changed the gradients.
         """
         self._refuse_inside("backward")
         checked_loss(loss, "backward() was given")
@@ -404,7 +448,14 @@ class Engine:
         self._trained.record_gradients()
 
     def apply(self) -> Step:
-        """End a micro-batch. If it is the last of the accumulation window, the optimizer steps."""
+        """End a micro-batch. If it is the last of the accumulation window, the optimizer steps.
+
+        Returns:
+            the step; ``step.closed`` says whether the optimizer stepped.
+
+        Raises:
+            BadInput: there are no gradients.
+        """
         self._refuse_inside("apply")
         if not self._accumulator.passes:
             raise BadInput("apply(): there are no gradients. Call engine.backward(loss) first, for each micro-batch.")
@@ -415,6 +466,9 @@ class Engine:
         """Step the optimizer although the accumulation window is not complete, for instance at the end of the data.
 
         The mean is over the micro-batches seen so far. Returns None if there are none. ``batches`` calls this itself.
+
+        Returns:
+            the step, or None.
         """
         self._refuse_inside("flush")
         window = self._accumulator
@@ -436,11 +490,27 @@ class Engine:
         """Iterate over a loader; the last accumulation window may be shorter, and is averaged correctly.
 
         Batches are fetched one accumulation window at a time, so that the end of the data is known in advance.
+
+        Args:
+            loader: any iterable of batches.
+
+        Returns:
+            an iterable of the same batches.
         """
         return WindowedBatches(loader, self._accumulator, self.flush)
 
     def grad(self, outputs: Tensor, inputs: Any, *, create_graph: bool = True, **kwargs: Any) -> tuple[Any, ...]:
-        """Return unscaled gradients like ``torch.autograd.grad``, for a gradient penalty; scaled inside, for FP16."""
+        """Return unscaled gradients like ``torch.autograd.grad``, for a gradient penalty; scaled inside, for FP16.
+
+        Args:
+            outputs: as in ``torch.autograd.grad``, like the others.
+            inputs: likewise.
+            create_graph: likewise.
+            **kwargs: likewise.
+
+        Returns:
+            the gradients.
+        """
         with self._contexts.pass_context(), self._contexts.backward():
             scaled = self.scaler.scale(outputs)
             gradients: tuple[Any, ...] = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **kwargs)
@@ -458,43 +528,47 @@ class Engine:
         garbage-collected are closed too, without waiting for them.
         """
         self._settle_bad_steps()
-        if self._reporter is not None:
-            self._reporter.close()
-            self.remove_callback(self._reporter)
-            self._reporter = None
+        for callback in self.callbacks:
+            callback.on_close()
 
     def _settle_bad_steps(self) -> None:
         if self._explainer is not None:
             self._explainer.settle()
 
-    def change_precision(self, precision: str | Policy) -> None:
+    def change_precision(self, precision: str | Policy | Fp8) -> None:
         """Switch to another precision or policy from the next step on. Between accumulation windows only.
 
         Weights and optimizer state stay as they are; after "bf16-pure" they become FP32. If the new precision needs a
         loss scale, it starts from its initial value. If the device cannot run the precision, raises and changes
         nothing.
+
+        Args:
+            precision: as for ``Engine``.
+
+        Raises:
+            BadInput: in an open window, or where the precision is fixed.
+            PrecisionUnavailable: the device cannot run it.
         """
         self._refuse_inside("change_precision")
         if self._accumulator.has_gradients:
             raise BadInput("change_precision() between the micro-batches of a step: call it when step.closed is true.")
         if self.precision_locked_because:
             raise BadInput(f"change_precision(): {self.precision_locked_because}")
-        policy = precision if isinstance(precision, Policy) else Policy(precision)
-        chosen, why = choose_precision(policy.base, self.device)
+        policy, chosen, why = self._choose(precision)
         policy.modules(self._model)  # raises for a pattern that matches nothing
-        plugin = self._plugin_for(chosen, policy, self._fp8 if chosen.name == "fp8" else None)
+        plugin = self._plugin_for(chosen, policy)
         self._settle_bad_steps()
         self._plugin.uninstall()
         self.policy.apply(self._model).remove()
         policy.apply(self._model)
         plugin.install()
-        self.policy, self.why, self._plugin = policy, why, plugin
+        self.policy, self.why, self._plugin, self._fp8 = policy, why, plugin, policy.fp8 or self._fp8
         self._contexts = self._contexts_of(chosen)
         if chosen.scaled != self.scaler.is_enabled():
             self._schedules.settle()
             self._counts.settle()
             collapses = self.scaler.collapses
-            self.scaler = _scaler(self.device, chosen.scaled, self._scaling, self._process_group)
+            self.scaler = _scaler(self.device, chosen.scaled, self._scaling)
             self.scaler.collapses = collapses
         for hook in self._hooks.on_reset:
             hook()
@@ -507,12 +581,20 @@ class Engine:
         return self._hooks.callbacks
 
     def add_callback(self, callback: Callback) -> None:
-        """Call the hooks of this callback around each step, after those that were added before."""
-        self._hooks = Hooks((*self._hooks.callbacks, callback))
+        """Call the hooks of this callback around each step, after those that were added before.
+
+        Args:
+            callback: what to call.
+        """
         callback.on_attach(self)
+        self._hooks = Hooks((*self._hooks.callbacks, callback))
 
     def remove_callback(self, callback: Callback) -> None:
-        """Stop calling the hooks of this callback."""
+        """Stop calling the hooks of this callback.
+
+        Args:
+            callback: one of ``engine.callbacks``.
+        """
         self._hooks = Hooks(each for each in self._hooks.callbacks if each is not callback)
 
     # What happened
@@ -574,6 +656,9 @@ class Engine:
         """Count the operands of FP8 layers in the next step: ``fp8_report`` and ``findings`` then show what is lost.
 
         That step runs without torch.compile, and syncs with the device.
+
+        Raises:
+            BadInput: another precision than FP8.
         """
         self._in_fp8("sample_fp8").sample()
 
@@ -582,6 +667,12 @@ class Engine:
 
         What delayed scaling counts is available after every step; underflow only after ``sample_fp8`` and a step. Syncs
         with the last step.
+
+        Returns:
+            the numbers of each operand; ``print`` shows a table.
+
+        Raises:
+            BadInput: another precision than FP8.
         """
         report: Float8LayerStats = self._in_fp8("fp8_report").report()
         return report
@@ -613,22 +704,31 @@ class Engine:
     def save_bad_steps(self, capsules: Any, *, streak: int = 1) -> None:
         """Save bad steps in these ``Capsules``, from the ``streak``-th in a row on; None: nowhere.
 
-        ``Engine(capsules=...)`` wins.
+        ``Capsules`` among the callbacks save every bad step, and win.
+
+        Args:
+            capsules: ``Capsules``, or None.
+            streak: save from this many bad steps in a row on.
         """
         if self._explainer is not None:
             self._explainer.save_to(capsules, streak=streak)
 
     def census(self) -> DeviceCensus:
-        """Census of the last step's gradients by parameter, unscaled and before clipping."""
+        """Census of the last step's gradients by parameter, unscaled and before clipping.
+
+        Returns:
+            a mapping from names of parameters.
+        """
         return self.scaler.census(self._model)
 
     def __repr__(self) -> str:
         window = "" if self._accumulator.size == 1 else f", accumulate {self._accumulator.size}"
-        names = ", ".join(type(each).__name__ for each in self._trained.optimizers)
+        kinds = Counter(type(each).__name__ for each in self._trained.optimizers)
+        names = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in kinds.items())
         kept = f", {len(self.policy.rules)} exceptions" if self.policy.rules else ""
         clips = "" if self._clip_norm is None else f", clip_norm {self._clip_norm:g}"
         clips += "" if self._clip_value is None else f", clip_value {self._clip_value:g}"
-        return f"<Engine in {self.precision}{kept} on {self.device}, {names}{window}{clips}>"
+        return shortened(f"<Engine in {self.precision}{kept} on {self.device}, {names}{window}{clips}>")
 
     # State
 
@@ -637,6 +737,12 @@ class Engine:
 
         Plain data and tensors: ``torch.load(..., weights_only=True)`` reads it. Between the micro-batches of a step it
         also holds the gradients, so that a resumed run continues exactly.
+
+        Returns:
+            plain data and tensors.
+
+        Raises:
+            BadInput: between ``backward`` and ``apply``.
         """
         self._refuse_inside("state_dict")
         if self._accumulator.passes:
@@ -663,8 +769,12 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Any], *, other_precision: bool = False) -> None:
         """Resume from ``state_dict``. Load the model and the optimizer separately, before or after.
 
-        other_precision: accept a state saved in another precision or policy, and keep this engine's.
-        If the state does not fit, raises BadInput and changes nothing.
+        Args:
+            state: what ``state_dict`` returned.
+            other_precision: accept a state saved in another precision or policy, and keep this engine's.
+
+        Raises:
+            BadInput: the state does not fit; nothing has changed.
         """
         self._refuse_inside("load_state_dict")
         if self._accumulator.passes:
@@ -824,7 +934,11 @@ class Engine:
             self.scaler.check(stepping, limit, divisor=on_device, loss=loss)
 
     def undo_backoff(self, result: StepResult) -> None:
-        """Undo the scale backoff of a step that no loss scale would have fixed; in an open window, at its end."""
+        """Undo the scale backoff of a step that no loss scale would have fixed; in an open window, at its end.
+
+        Args:
+            result: of the step.
+        """
         self._backoffs.append(result)
         if not self._window_open:
             self._undo_backoffs()
@@ -863,7 +977,7 @@ class Engine:
         self.history.append(step)
         self._accumulator.close()
         self._window_open = False
-        if self._set_to_none and self._graphs is None:
+        if self._graphs is None:
             self._trained.drop_gradients()  # the next forward pass can use their memory
         try:  # the window is closed even if one of these raises
             if type(self._plugin) is not PrecisionPlugin:
@@ -889,18 +1003,16 @@ class Engine:
     def _drop_gradients(self) -> None:
         if self._graphs is not None:
             self._graphs.clear_gradients(self._trained.all_parameters)
-        elif self._set_to_none:
-            self._trained.drop_gradients()
         else:
-            self._trained.clear_gradients()
+            self._trained.drop_gradients()
 
 
-def _scaler(device: torch.device, scaled: bool, options: Mapping[str, Any] | None, process_group: Any) -> GradScaler:
+def _scaler(device: torch.device, scaled: bool, options: Mapping[str, Any] | None) -> GradScaler:
     if not isinstance(options, Mapping | None):
         raise BadInput(
             f'Engine(scaling={options!r}): expected a dict of GradScaler options, such as {{"init_scale": 2.0**12}}.'
         )
     try:
-        return GradScaler(device, enabled=scaled, process_group=process_group, **(options or {}))
+        return GradScaler(device, enabled=scaled, **(options or {}))
     except TypeError as error:
         raise BadInput(f"Engine(scaling=...): {error}. The options are those of ampwise.GradScaler.") from None

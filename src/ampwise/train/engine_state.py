@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampwise.errors import BadInput
-from ampwise.finding.terminal import printable
+from ampwise.finding.log import log
 from ampwise.train.accumulator import Accumulator
 from ampwise.train.random_state import plain_random_state, restore_random
 from ampwise.train.ranks import rank
@@ -121,18 +120,17 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore random-number state on the rank where it was saved; warn and do nothing on another.
+    """Restore random-number state on the rank where it was saved; log a warning and do nothing on another.
 
     Restored on all ranks, it would give them the same random numbers: the same dropout everywhere.
     """
     if isinstance(state, Mapping) and state.get("rank", 0) != rank():
-        warnings.warn(
-            printable(
-                f"load_state_dict(): the random state was saved on rank {state.get('rank', 0)} and is not loaded on "
-                f"rank {rank()}. To resume bit for bit, save the engine's state on every rank."
-            ),
-            UserWarning,
-            stacklevel=4,
+        log(
+            "warning",
+            "load_state_dict(): the random state was saved on rank {} and is not loaded on rank {}. To resume bit for "
+            "bit, save the engine's state on every rank.",
+            state.get("rank", 0),
+            rank(),
         )
         return
     try:

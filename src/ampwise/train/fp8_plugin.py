@@ -29,7 +29,7 @@ from ampwise.train.float8.layer_choice import (
 from ampwise.train.float8.layer_forward import ShapeRecorder, install_forward, remove_forward
 from ampwise.train.float8.layer_stats import Float8LayerStats
 from ampwise.train.float8.operand_census import CountingForward, OperandCensuses, report_layers
-from ampwise.train.float8.recipe import MEASURED, OURS, Fp8, fp8_from
+from ampwise.train.float8.recipe import MEASURED, OURS, Fp8
 from ampwise.train.float8.recipe_timing import LayerShapes, TimedRecipe, candidate_recipes, time_recipes
 from ampwise.train.precision.contexts import NO_CONTEXT
 from ampwise.train.precision.policy import Policy
@@ -51,9 +51,15 @@ class Fp8Plugin(PrecisionPlugin):
     """
 
     def __init__(
-        self, models: Sequence[Module], policy: Policy, asked: Any, device: torch.device, *, graphed: bool = False
+        self,
+        models: Sequence[Module],
+        policy: Policy,
+        asked: Fp8 | None,
+        device: torch.device,
+        *,
+        graphed: bool = False,
     ) -> None:
-        self._fp8, self._device, self._graphed = fp8_from(asked), device, graphed
+        self._fp8, self._device, self._graphed = asked or Fp8(), device, graphed
         if torch.version.hip is not None:
             raise PrecisionUnavailable("Engine(precision='fp8') needs an NVIDIA GPU. On AMD, use precision='bf16'.")
         self._ranks = Ranks(models)
@@ -268,5 +274,5 @@ def _refuse_none(found: Mapping[Linear, LayerChoice], fp8: Fp8) -> None:
     more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
     raise BadInput(
         f"Engine(precision='fp8'): no linear layer of this model can run in FP8 ({shown}{more}). Use precision='bf16', "
-        'or request layers by name: fp8=ampwise.Fp8(narrow=("blocks.*",)).'
+        'or request layers by name: precision=ampwise.Fp8(narrow=("blocks.*",)).'
     )

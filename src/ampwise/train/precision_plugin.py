@@ -10,10 +10,10 @@ import torch
 from torch.nn import Module, ModuleList
 from torch.optim import Optimizer
 
-from ampwise.errors import BadInput
 from ampwise.finding import Finding
 from ampwise.numbers.emulation.emulated_matmuls import MatmulEmulation
 from ampwise.numbers.emulation.recipe import EmulationRecipe
+from ampwise.train.float8.recipe import Fp8
 from ampwise.train.precision.contexts import NO_CONTEXT
 from ampwise.train.precision.policy import Policy, modules_with_wrappers, named_modules
 from ampwise.train.precision.precision import TrainPrecision
@@ -70,13 +70,13 @@ def make_plugin(
     models: Sequence[Module],
     optimizers: Sequence[Optimizer],
     device: torch.device,
-    fp8: Any = None,
+    fp8: Fp8 | None = None,
     *,
     graphed: bool = False,
 ) -> PrecisionPlugin:
     """Return the plugin of a precision for these models and optimizers, not yet installed; raise if it cannot work.
 
-    graphed: passes will be replayed by CUDA graphs.
+    fp8: how FP8 layers are scaled, for that precision. graphed: passes will be replayed by CUDA graphs.
     """
     if precision.recipe is not None:
         return EmulationPlugin(models, policy, precision.recipe)
@@ -88,10 +88,6 @@ def make_plugin(
         from ampwise.train.fp8_plugin import Fp8Plugin
 
         return Fp8Plugin(models, policy, fp8, device, graphed=graphed)
-    if fp8 is not None:
-        raise BadInput(
-            f"Engine(precision={precision.name!r}, fp8={fp8!r}): fp8=... needs precision='fp8' or Policy('fp8')."
-        )
     return PrecisionPlugin()
 
 

@@ -13,7 +13,7 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ampwise.errors import BadInput
-from ampwise.finding.terminal import log_line
+from ampwise.finding.log import log
 from ampwise.train.accumulator import Accumulator
 from ampwise.train.precision.contexts import NO_CONTEXT
 
@@ -146,7 +146,7 @@ class Ranks:
         return shared / dist.get_world_size(self.process_group)
 
     def warn_if_not_synced(self, parameters: Sequence[Tensor]) -> None:
-        """Print a warning if there are several ranks and nothing exchanges gradients."""
+        """Log a warning if there are several ranks and nothing exchanges gradients."""
         if not _has_others() or dist.get_world_size() == 1 or self.several:
             return
         if (
@@ -154,8 +154,9 @@ class Ranks:
             and not any(hasattr(each, "placements") for each in parameters)
             and is_main_process()
         ):
-            log_line(
-                "ampwise: {} ranks, but the model is neither wrapped in DDP nor sharded: each rank trains separately.",
+            log(
+                "warning",
+                "{} ranks, but the model is neither wrapped in DDP nor sharded: each rank trains separately.",
                 dist.get_world_size(),
             )
 

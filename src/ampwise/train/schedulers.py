@@ -6,7 +6,6 @@ schedulers step just before that; by then the flag has been copied to the host, 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ampwise.errors import BadInput
-from ampwise.finding.terminal import printable
+from ampwise.finding.log import log
 from ampwise.train.engine_state import has_compatible_type
 from ampwise.train.scaler.step_result import StepResult
 
@@ -68,12 +67,10 @@ class SchedulerSet:
                 before = self._places.get(id(scheduler))
                 if before is not None and scheduler.last_epoch != before:
                     name = type(scheduler).__name__
-                    warnings.warn(
-                        printable(
-                            f"{name} was stepped outside the engine, which steps it itself. Do not call {name}.step()."
-                        ),
-                        UserWarning,
-                        stacklevel=2,
+                    log(
+                        "warning",
+                        "{0} was stepped outside the engine, which steps it itself. Do not call {0}.step().",
+                        name,
                     )
                 scheduler.step()
                 self._places[id(scheduler)] = getattr(scheduler, "last_epoch", None)

@@ -197,11 +197,23 @@ def _number(value: AsyncScalars | Tensor | float) -> float:
 class StepHistory(Sequence[Step]):
     """Last closed steps, oldest first.
 
-    ``history["loss"]`` is the list of losses; likewise for skipped, grad_norm, scale and lr.
+    ``history["loss"]`` is the list of losses; likewise for skipped, grad_norm, scale and lr. It holds 1000 steps;
+    ``engine.history.limit = 10_000`` changes that.
     """
 
-    def __init__(self, length: int) -> None:
-        self._steps: deque[Step] = deque(maxlen=length)
+    def __init__(self, limit: int = 1000) -> None:
+        self._steps: deque[Step] = deque(maxlen=limit)
+
+    @property
+    def limit(self) -> int:
+        """How many steps are kept; may be set."""
+        return self._steps.maxlen or 0
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+            raise BadInput(f"history.limit = {limit!r}: expected the number of steps to keep, 0 or more.")
+        self._steps = deque(self._steps, maxlen=limit)
 
     def append(self, step: Step) -> None:
         self._steps.append(step.bare())

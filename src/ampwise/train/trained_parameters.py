@@ -96,14 +96,6 @@ class TrainedParameters:
         for parameter in self._others:
             parameter.grad = None
 
-    def clear_gradients(self) -> None:
-        """Set gradients to zero in place."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=False)
-        for parameter in self._others:
-            parameter.grad = None
-        self.record_gradients()
-
     def hook(self, register: str, function: Callable[..., None]) -> None:
         """Register a function as a hook of all optimizers, as long as this object lives."""
         for optimizer in self.optimizers:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ampwise.check.source.script import UnreadableFile, read_script
 from ampwise.errors import BadInput, UnknownName
 from ampwise.trace.user_code import (
     UserFunction,
@@ -29,9 +33,9 @@ from ampwise.trace.user_code import (
 from ampwise.train.precision.contexts import PrecisionContexts
 from ampwise.train.precision.policy import Policy
 from ampwise.train.precision.precision import choose_precision
+from ampwise.tune.init.reading import Script
 
 __all__ = [
-    "EXAMPLE",
     "OPTIMIZERS",
     "CaseFactory",
     "TrainCase",
@@ -41,11 +45,16 @@ __all__ = [
     "make_optimizer",
 ]
 
-EXAMPLE = """\
-  def make(batch=16):
-      model, x, y = Net(), torch.randn(batch, 128), torch.randint(10, (batch,))
-      return model, (x, y), lambda x, y: F.cross_entropy(model(x), y)"""
-EXPECTED = f"expected a function that returns the model, a batch and the loss function:\n{EXAMPLE}"
+EXPECTED = (
+    "expected a function that returns the model, a batch and the loss function, such as "
+    "`return net, (x, y), lambda x, y: F.cross_entropy(net(x), y)`. `ampwise init train.py` writes one."
+)
+# How torch says that tensors do not fit: shapes, numbers of arguments, indices.
+DOES_NOT_FIT = re.compile(
+    r"shapes? .*(cannot be multiplied|invalid|incompatible)|size of tensor|must match|mismatch|expected input|"
+    r"Expected input|expected \d\w*D|Expected \d\w*D|out of (range|bounds)|positional argument|keyword argument|"
+    r"missing \d+ required|view size|is invalid for input of size"
+)
 SIZE_NAMES = ("batch", "batch_size")  # parameter that sets the number of rows
 LR = 1e-5  # so small that the model stays sensible while it is measured
 
@@ -70,7 +79,15 @@ class TrainCase:
 
     def loss(self) -> Tensor:
         """Run a forward pass, and return the loss."""
-        returned = self.loss_fn(*self.args, **self.kwargs)
+        try:
+            returned = self.loss_fn(*self.args, **self.kwargs)
+        except (RuntimeError, TypeError, IndexError, ValueError) as error:
+            if not DOES_NOT_FIT.search(str(error)) or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise BadInput(
+                f"{self.name}: the batch ({self._shapes}) does not fit the loss function: {describe_error(error)}. "
+                "The batch is passed as its arguments, a dict as keywords: make its sizes those of your data."
+            ) from error
         # The loss is the result itself, the first of several, or found by its name, as in transformers.
         if isinstance(returned, tuple) and returned and not hasattr(returned, "loss"):
             loss = returned[0]
@@ -82,6 +99,10 @@ class TrainCase:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else describe_type(loss)
             raise BadInput(f"{self.name}: the loss is {shown}, not a tensor with one element; {EXPECTED}")
         return loss
+
+    @property
+    def _shapes(self) -> str:
+        return ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in self.tensors)
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -159,8 +180,25 @@ class CaseFactory:
 def load_factory(text: str) -> CaseFactory:
     """Load the function named by ``train:make`` or ``train.py:make``, with its module."""
     named = UserFunction(text, *split_function_name(text, ""))
+    _refuse_training_on_import(named)
     with python_path_of(named):
         return replace(make_factory(load_function(named), text), named=named)
+
+
+def _refuse_training_on_import(named: UserFunction) -> None:
+    """Refuse a script that would train before its function can be called."""
+    file = named.place if named.place.endswith(".py") else f"{named.place.replace('.', '/')}.py"
+    if named.place.partition(".")[0] in sys.modules or not Path(file).is_file():
+        return
+    try:
+        found = Script(read_script(file)).training_on_import
+    except UnreadableFile:
+        return  # importing it says more
+    if found is not None:
+        raise BadInput(
+            f"{named.said}: {file} trains when it is imported (line {found[0]}: {found[1]}). Put that under "
+            f'`if __name__ == "__main__":`, or let `ampwise init {file}` write a function without it.'
+        )
 
 
 def make_factory(function: Callable[..., Any] | str, name: str | None = None) -> CaseFactory:
@@ -195,7 +233,10 @@ def _checked(made: Any, name: str) -> TrainCase:
     if not isinstance(model, Module):
         raise BadInput(f"{name}: it returned {describe_type(model)} as the model; {EXPECTED}")
     if next(model.parameters(), None) is None:
-        raise BadInput(f"{name}: the model it returned has no parameters.")
+        raise BadInput(
+            f"{name}: the model it returned, {describe_type(model)}, has no parameters, so there is nothing to train: "
+            "return the module that holds the weights."
+        )
     if not callable(loss_fn):
         raise BadInput(f"{name}: it returned {describe_type(loss_fn)} as the loss function; {EXPECTED}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):

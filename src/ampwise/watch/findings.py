@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Findings:
     """Findings so far."""
 
     def __init__(self) -> None:
+        self.on_new: Callable[[CountedFinding], None] = lambda seen: None  # called with each new finding
         self._seen: dict[Hashable, CountedFinding] = {}
         self._known: dict[Any, tuple[Hashable, ...]] = {}  # evidence judged before, and the findings it gave
         # Findings by source, of evidence that is judged again as it grows.
@@ -75,6 +76,8 @@ class Findings:
             now[key].finding = finding.but(evidence=shown)
             now[key].last_step = finding.place.step or now[key].last_step
             now[key].count = now[key].count if times is None else times
+            if key not in before:
+                self.on_new(now[key])
         self.changed |= bool(now or before)
         self._by_source[source] = now
 
@@ -85,6 +88,7 @@ class Findings:
             self._count(self._seen[key], step)
         elif len(self._seen) < MOST:
             self._seen[key] = CountedFinding(finding=finding, first_step=step, last_step=step)
+            self.on_new(self._seen[key])
         else:
             return None
         self.changed = True

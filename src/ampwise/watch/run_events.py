@@ -150,6 +150,7 @@ class SchedulerStep(RunEvent):
     scheduler: str
     per_step: bool  # called once per step, not once per epoch
     after_skip: bool
+    before_any_update: bool = False  # the first step was skipped, and torch warns that the scheduler came first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

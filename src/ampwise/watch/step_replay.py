@@ -71,7 +71,8 @@ class StepToReplay:
 class BadStepReplays:
     """Decide which bad steps are replayed, say why others are not, and save them.
 
-    paused: a context in which nothing is watched. capsules: a folder to save steps in; weights: the model's, too.
+    paused: a context in which nothing is watched. capsules: a folder to save steps in; weights: the model's, too;
+    quiet: without a line on stderr.
     """
 
     def __init__(
@@ -82,9 +83,10 @@ class BadStepReplays:
         *,
         capsules: Path | None = None,
         weights: bool = True,
+        quiet: bool = False,
     ) -> None:
         self._calls, self._paused, self._failed = calls, paused, failed
-        self._capsules, self._with_weights = capsules, weights
+        self._capsules, self._with_weights, self._quiet = capsules, weights, quiet
         self._saved = 0
         self._counts: Counter[bool] = Counter()
         self._last: dict[bool, int] = {}
@@ -168,13 +170,13 @@ class BadStepReplays:
         )
         try:
             how_large = format_bytes(size_of(contents, self._with_weights))
-            say_on_stderr("ampwise: saving step {} in {} ({})", step.number, self._capsules, how_large)
+            if not self._quiet:
+                say_on_stderr("ampwise: saving step {} in {} ({})", step.number, self._capsules, how_large)
             path = write(self._capsules, contents, weights=self._with_weights)
         except BadInput as error:
             self._add_sentence(f"Step {step.number} could not be saved: {error}")
             return findings
-        where = f"{path} ({how_large})"
-        return [finding.but(evidence={**finding.evidence, "capsule": where}) for finding in findings]
+        return [finding.but(evidence={**finding.evidence, "capsule": str(path)}) for finding in findings]
 
 
 # One step

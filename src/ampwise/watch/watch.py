@@ -67,7 +67,8 @@ class Watch:
 
     record: where to write; None keeps the results in memory. every: count gradients in full at each n-th step; None: as
     often as one per cent of the time allows. activations: measure modules' outputs at every step. capsules: a folder to
-    save bad steps in (they are replayed in any case); weights: save the model's weights with them.
+    save bad steps in (they are replayed in any case); weights: save the model's weights with them; quiet: without a
+    line on stderr.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Watch:
         timing: bool = True,
         capsules: Path | None = None,
         weights: bool = True,
+        quiet: bool = False,
     ) -> None:
         self.findings = Findings()
         self.events: list[LoggedEvent] = []  # of guards
@@ -102,7 +104,9 @@ class Watch:
         self._memory = OptimizerMemory()
         self._calls = ModelCalls()
         paused = self._tracker.follows.paused
-        self._bad_steps = BadStepReplays(self._calls, paused, self.failed, capsules=capsules, weights=weights)
+        self._bad_steps = BadStepReplays(
+            self._calls, paused, self.failed, capsules=capsules, weights=weights, quiet=quiet
+        )
         # Lists through which ampwise's own engines and guards report, and what to add to each.
         self._listeners: list[tuple[list[Any], Any]] = [
             (bad_steps.FINDING_LISTENERS, self.findings.add),
@@ -375,7 +379,12 @@ class Watch:
         if moved is not None:
             state, event = moved
             step = state.steps
-            self._gradients.when_known(state, lambda skipped: self.tell(replace(event, after_skip=skipped), step))
+
+            def tell(skipped: bool) -> None:
+                first = skipped and step == 1
+                self.tell(replace(event, after_skip=skipped, before_any_update=first), step)
+
+            self._gradients.when_known(state, tell)
 
     def _paused(self) -> AbstractContextManager[None]:
         """Return a context that leaves ampwise's own work out of the timing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -11,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ampwise.finding import terminal
+from ampwise.finding import Severity, terminal
+from ampwise.report.formatting import lower_first
+from ampwise.report.text_layout import path_from_here
+from ampwise.runs.rows import CountedFinding
 from ampwise.runs.sinks import requested_sinks
 from ampwise.runs.writer import RecordWriter
 from ampwise.watch.script import ScriptExit, ScriptToRun, when_imported
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RunOptions", "WatchedRun", "rank_here", "say_on_stderr", "write_to_stderr"]
 
+MOST_ANNOUNCED = 20  # lines; the summary has the others
 # Modules of concurrent.futures, in the order in which Python shuts them down, each with its shutdown flag.
 SHUTDOWN_FLAGS = {"process": "_global_shutdown", "thread": "_shutdown"}
 
@@ -35,6 +40,7 @@ class RunOptions:
     sinks: tuple[str, ...] = ()  # trackers to send numbers to
     capsules: Path | None = None  # a folder to save bad steps in
     weights: bool = True  # save the model's weights with them
+    quiet: bool = False  # print nothing while the script runs
 
 
 class WatchedRun:
@@ -62,10 +68,11 @@ class WatchedRun:
         )
         self._sinks = sinks if sends else []
         if self._sinks:
-            from ampwise.runs.sinks.run_sinks import Sinks
+            from ampwise.runs.sinks.run_sinks import SinkThreads
 
-            together = Sinks(self._sinks, self.record.event)
+            together = SinkThreads(self._sinks, self.record.event)
             self.record.listen(together.send, before_end=together.close)
+        self._announced: dict[tuple[object, ...], CountedFinding] = {}
         self.watch: Watch | None = None
         self.install_error: str | None = None
 
@@ -107,7 +114,10 @@ class WatchedRun:
                 timing=options.timing,
                 capsules=options.capsules,
                 weights=options.weights,
+                quiet=options.quiet,
             ).install()
+            if rank_here()[0] == 0 and not options.quiet:
+                self.watch.findings.on_new = self._announce
             for opening in self._sinks:  # not earlier: a script sets environment variables before its imports
                 opening.load()
         except Exception as error:  # an unusual torch: the script must run anyway
@@ -115,7 +125,33 @@ class WatchedRun:
             if os.environ.get("AMPWISE_DEBUG"):
                 raise
 
+    def _announce(self, seen: CountedFinding) -> None:
+        """Print an error or a warning on stderr when it first occurs: a line for each rule and place."""
+        finding, place = seen.finding, seen.finding.place
+        key = (finding.rule.code, place.file, place.line)
+        is_known = key in self._announced or any(each.explains(seen) for each in [*self._announced.values()])
+        if finding.severity is Severity.INFO or is_known or len(self._announced) >= MOST_ANNOUNCED:
+            return
+        self._announced[key] = seen
+        step = "" if seen.first_step is None else f"step {seen.first_step}: "
+        where = "" if place.file is None else f"{path_from_here(place.file)}:{place.line}, "
+        line = f"{step}{lower_first(finding.rule.summary)} ({where}{finding.rule.code})"
+        stream, bars = _open_stderr(), getattr(sys.modules.get("tqdm"), "tqdm", None)
+        if stream is None:
+            return
+        with contextlib.suppress(Exception):  # the training goes on, whatever the script did with its streams
+            if bars is not None and getattr(bars, "_instances", None):
+                with bars.external_write_mode(file=stream):  # removes the bars, and draws them again below the line
+                    terminal.say("ampwise: {}", line, stream=stream)
+            else:
+                if sys.stderr is sys.__stderr__:  # a replacement, such as rich's, knows where its lines begin
+                    terminal.start_line(stream)
+                terminal.say("ampwise: {}", line, stream=stream)
+            stream.flush()
+
     def _end(self, ended: ScriptExit) -> None:
+        if self.watch is not None:
+            self.watch.findings.on_new = lambda seen: None  # the summary follows
         try:
             torch = sys.modules.get("torch")
             if torch is not None and hasattr(torch, "__version__"):
@@ -172,15 +208,7 @@ def write_to_stderr(show: Callable[[TextIO], None]) -> None:
 
     A script may have closed or replaced its streams. A failure must not cause a traceback or change the exit code.
     """
-
-    def is_open(stream: Any) -> bool:
-        try:
-            os.fstat(stream.fileno())
-            return not stream.closed and stream.isatty() in (True, False)
-        except Exception:  # a replacement by the script may raise anything
-            return False
-
-    stream = next((each for each in (getattr(sys, "stderr", None), sys.__stderr__) if is_open(each)), None)
+    stream = _open_stderr()
     if stream is None:
         return
     try:
@@ -193,3 +221,16 @@ def write_to_stderr(show: Callable[[TextIO], None]) -> None:
     except Exception:
         # Flushing the stream's buffer would fail again at Python's exit, and change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _open_stderr() -> TextIO | None:
+    """Return stderr, or that of the process if the script has replaced it by something that is not a file."""
+
+    def is_open(stream: Any) -> bool:
+        try:
+            os.fstat(stream.fileno())
+            return not stream.closed and stream.isatty() in (True, False)
+        except Exception:  # a replacement by the script may raise anything
+            return False
+
+    return next((each for each in (getattr(sys, "stderr", None), sys.__stderr__) if is_open(each)), None)

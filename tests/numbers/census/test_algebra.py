@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampwise import Census, Count, cast, census, find_format
+from ampwise import Census, cast, census, find_format
 from ampwise.errors import BadInput, UnknownName
+from ampwise.numbers.census import Count
 from ampwise.numbers.formats import BLOCK_FORMATS, FORMATS, binade_of
 
 SIGNED = [fmt for fmt in FORMATS.values() if fmt.signed]

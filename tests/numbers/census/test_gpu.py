@@ -104,7 +104,7 @@ def test_a_result_may_be_fetched_on_another_stream():
 
 
 def test_freed_memory_is_refused():
-    from ampwise import UnsupportedTensor
+    from ampwise.errors import UnsupportedTensor
 
     tensor = torch.ones(10, device="cuda")
     tensor.untyped_storage().resize_(0)

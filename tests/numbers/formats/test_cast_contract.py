@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ampwise import BadInput, UnknownName, UnsupportedTensor, cast
+from ampwise import BadInput, cast
+from ampwise.errors import UnknownName, UnsupportedTensor
 from ampwise.numbers.formats import BLOCK_FORMATS, FORMATS
 from ampwise.numbers.formats.cast import can_round_by_adding
 
@@ -124,7 +125,7 @@ def test_a_rounding_it_does_not_know():
 
 
 def test_a_format_it_does_not_know():
-    with pytest.raises(UnknownName, match=r"^unknown format 'fp17'\. Did you mean fp16 or "):
+    with pytest.raises(UnknownName, match=r"^unknown format 'fp17'\. Did you mean fp16\? "):
         cast(torch.ones(1), "fp17")
 
 

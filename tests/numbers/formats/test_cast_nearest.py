@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ampwise import Format, cast
-from ampwise.numbers.formats import FORMATS
+from ampwise import cast
+from ampwise.numbers.formats import FORMATS, Format
 
 from .oracles import NUMPY_DTYPES
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ampwise import BadInput, UnknownName
+from ampwise import BadInput
+from ampwise.errors import UnknownName
 from ampwise.numbers.formats import BLOCK_FORMATS, FORMATS, all_names, find_format, find_scalar_format
 
 
@@ -72,7 +73,7 @@ def test_all_names_lists_scalar_formats_first():
 @pytest.mark.parametrize(
     ("typed", "text"),
     [
-        ("fp17", "unknown format 'fp17'. Did you mean fp16 or fp8 or fp6? `ampwise formats` lists them all."),
+        ("fp17", "unknown format 'fp17'. Did you mean fp16? `ampwise formats` lists them all."),
         ("int8", "unknown format 'int8'. `ampwise formats` lists them all."),
         (torch.int8, "unknown format 'torch.int8'. `ampwise formats` lists them all."),
     ],

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ampwise import BlockFormat
-from ampwise.numbers.formats import BLOCK_FORMATS, FORMATS, find_format
+from ampwise.numbers.formats import BLOCK_FORMATS, FORMATS, BlockFormat, find_format
 
 from . import oracles
 

@@ -252,9 +252,9 @@ def test_a_comparison_in_a_notebook(two):
 
 def test_a_run_in_a_notebook(make_run, rules):
     words = "".join(Tags(run_html(make_run(trouble=["steps.jsonl is missing."]))).words)
-    assert "1 error, 1 warning in 120 steps of train.py (fp16, scaler)" in words
+    assert "2 problems in 120 steps of train.py (fp16, scaler): 1 error, 1 warning" in words
     assert words.index("AMP101") < words.index("AMP204")
-    assert "×120, first at step 1, last at step 120" in words
+    assert "120 times, steps 1 to 120" in words
     assert "steps.jsonl is missing." in words
     many = [CountedFinding(finding=rules["clip"].at(Place(file="t.py", line=n), "m")) for n in range(1, 31)]
     assert "… and 10 more findings" in run_html(make_run(findings=many))

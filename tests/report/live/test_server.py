@@ -580,10 +580,11 @@ def test_a_browser_follows_the_run(tmp_path, impatient, chromium):
             shown.on("console", lambda message: said.append(message.text))
             shown.on("pageerror", lambda error: said.append(str(error)))
             shown.goto(running.address)
-            assert "in 3 steps of train.py" in shown.inner_text("h1")
+            assert "3 steps" in shown.inner_text(".about")
             writer.step(step(4))
             writer.flush()
-            shown.get_by_role("heading", name=re.compile("in 4 steps")).wait_for(timeout=120_000)
+            shown.locator(".about >> text=4 steps").wait_for(timeout=120_000)
+            assert shown.inner_text("#mark") == "live"
             assert said == []
             shown.close()
         finally:

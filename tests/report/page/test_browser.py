@@ -59,8 +59,10 @@ def test_nothing_passes_unheard(one_page):
 @pytest.mark.parametrize("width", [1100, 380])
 def test_it_is_drawn_without_a_word_on_the_console(make_run, shown, looked_at, scheme, width):
     view = shown(page(make_run(FACTS)), scheme=scheme, width=width)
-    assert view.locator("figure.chart canvas").count() == 5
-    assert view.locator("figure.chart[data-metric=loss] .key.bad").inner_text() == "inf or NaN (at the top)"
+    assert view.locator("figure.chart canvas").count() == 4
+    assert view.inner_text("#constant") == "Learning rate: 0.001 at every step."
+    assert view.locator("figure.chart[data-metric=loss] .key.bad").inner_text() == "inf or NaN"
+    assert view.inner_text("#markers") == "1clip-scaled-grads, from step 1"
     assert view.evaluate("document.documentElement.scrollWidth <= innerWidth")  # nothing sticks out
     looked_at(view, f"page-{scheme}-{width}")
 
@@ -116,6 +118,7 @@ def test_the_slider_says_what_python_says(make_run, make_sample, shown):
 def test_the_largest_scale_that_fits_is_that_of_the_census(make_run, make_sample, shown):
     censuses = {f"layer{seed}": spread(seed) for seed in (3, 4)}
     view = shown(page(make_run(layers=[make_sample(1, censuses)])))
+    view.click("#histogram-fold summary")
     for fmt in ("fp16", "e4m3", "e5m2"):
         view.check(f"input[name=format][value={fmt}]")
         view.click("#scale-best")
@@ -143,10 +146,9 @@ def test_the_slider_moves_with_the_keyboard_and_the_table_with_it(make_run, show
 
 def test_findings_lead_to_their_code_and_their_rule(make_run, shown):
     view = shown(page(make_run()))
-    view.click("#finding-1 .place a")
-    code = view.locator("#finding-1-code")
-    assert view.url.endswith("#finding-1-code")
-    assert "clip_grad_norm_" in code.locator(".here").inner_text()
+    view.click(".overview a")
+    assert view.url.endswith("#finding-1")
+    assert "clip_grad_norm_" in view.locator("#finding-1-code .here").inner_text()
     rule = view.locator("#rule-AMP101")
     assert rule.get_attribute("open") is None
     view.click("#finding-1 a.rule")
@@ -154,8 +156,33 @@ def test_findings_lead_to_their_code_and_their_rule(make_run, shown):
     assert "65536 times too small" in rule.inner_text()
 
 
+def test_a_button_copies_the_place(make_run, shown):
+    view = shown(page(make_run()), permissions=["clipboard-read", "clipboard-write"])
+    view.click("#finding-1 .place .copy")
+    view.locator("#finding-1 .place .copy >> text=copied").wait_for()
+    assert view.evaluate("navigator.clipboard.readText()") == "train.py:31"
+
+
+def test_the_navigation_stays_on_a_wide_screen_and_marks_where_one_is(make_run, shown):
+    view = shown(page(make_run(FACTS)), width=1300)
+    view.click("nav >> text=Memory")
+    view.locator("nav a[aria-current] >> text=Memory").wait_for()
+    assert view.locator("nav").bounding_box()["y"] == 0
+    view.set_viewport_size({"width": 390, "height": 800})
+    view.wait_for_function("document.querySelector('nav').getBoundingClientRect().y < 0")
+
+
+def test_the_histogram_can_be_read_on_a_phone(make_run, shown):
+    view = shown(page(make_run()), width=390)
+    sizes = view.eval_on_selector_all(
+        "#bars text", "all => all.map(one => one.getBoundingClientRect()).map(box => [box.left, box.right, box.height])"
+    )
+    assert all(left >= 0 and right <= 390 and height > 9 for left, right, height in sizes)
+
+
 def test_a_layer_of_the_table_leads_to_its_histogram(make_run, shown):
     view = shown(page(make_run()))
+    view.click("#layers-right summary")
     view.click("a[data-layer] >> text=head.weight")
     assert view.evaluate("document.activeElement.id") == "scale"
     assert "head.weight" in view.get_attribute("#bars", "aria-label")
@@ -338,6 +365,7 @@ def test_layers_of_equal_names_and_their_scales_are_not_mixed_up(make_run, make_
         ],
     )
     view = shown(page(run))
+    view.click("#histogram-fold summary")  # nothing is wrong, so it is folded
     view.select_option("#layer", label="w (Adam of G)")
     assert view.inner_text("#scale-value") == "2⁶ = 64, as at the end of the run"
     view.select_option("#layer", label="w (Adam of D)")
@@ -385,9 +413,9 @@ def test_runs_with_little_in_them(make_run, make_sample, shown):
 def test_without_scripts_the_words_are_all_there(make_run, shown):
     view = shown(page(make_run(FACTS)), wait=False, java_script_enabled=False)
     text = view.inner_text("main")
-    assert "gradients are clipped while still scaled" in text
+    assert "Gradients are clipped while still scaled" in text
     assert "open the file in a recent browser" in text
-    assert "Over the steps" not in text
+    assert view.locator("nav >> text=Curves").is_hidden()
     assert view.locator("#no-charts").is_visible()
     assert shown(page(make_run(FACTS))).locator("#no-charts").count() == 0
 
@@ -395,11 +423,11 @@ def test_without_scripts_the_words_are_all_there(make_run, shown):
 def test_on_paper_it_is_light_and_unfolded(make_run, shown, tmp_path):
     view = shown(page(make_run(FACTS)), scheme="dark")
     view.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(251, 251, 249)"
+    assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(246, 247, 249)"
     assert view.locator("details:not([open]):not(.repeated)").count() == 0
     assert max(view.locator("figure.chart .uplot").evaluate_all("all => all.map(one => one.offsetWidth)")) <= 720
     view.evaluate("window.dispatchEvent(new Event('afterprint'))")
-    assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 23, 26)"
+    assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(15, 19, 23)"
     assert len(view.pdf(path=tmp_path / "page.pdf")) > 10_000
 
 

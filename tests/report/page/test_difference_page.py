@@ -45,7 +45,7 @@ def difference(**parts):
     ]
     spot = ErrorLocation(module="head", kind="Linear", phase="forward", compared=beyond, shrinks=90.0)
     given = {
-        "subject": "train:make",
+        "name": "train:make",
         "a": side("fp32", 2**-24),
         "b": side("bf16", 2**-8),
         "rows": tuple(rows),
@@ -64,7 +64,7 @@ def test_errors_are_drawn_along_the_depth(shown, looked_at, scheme):
     assert view.locator("#no-charts").count() == 0
     label = view.locator("#depth-charts figure").first.get_attribute("aria-label")
     assert label == (
-        "Forward: what modules return: From 0.4% at the first module that differs to 60% at the last, at most 60% at "
+        "Forward: outputs: From 0.4% at the first module that differs to 60% at the last, at most 60% at "
         "head (Linear). Beyond what rounding explains: head (Linear)."
     )
     assert view.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
@@ -102,7 +102,7 @@ def test_a_link_unfolds_the_rule(shown):
 def test_nothing_to_draw_is_still_a_page(shown):
     view = shown(difference(rows=(), parameters=(), spots=()).page())
     assert not view.locator("#depth").is_visible()
-    assert "what the function returns" in view.locator("h1").inner_text()
+    assert "What the function returns" in view.locator("h1").inner_text()
     assert math.isfinite(view.locator("main").bounding_box()["height"])
 
 

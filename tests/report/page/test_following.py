@@ -71,10 +71,11 @@ def told(view, words):
 
 
 def test_news_come_by_themselves(view, desk, make_run, make_steps):
-    told(view, "120 steps of train.py")
+    told(view, "120 steps")
     desk.tell(make_run({"steps": 150}, steps=make_steps(150), findings=[]))
-    told(view, "No findings in 150 steps of train.py")
-    assert view.title().startswith("No findings in 150 steps")
+    told(view, "150 steps")
+    assert view.title() == "No precision problems found · train.py"
+    assert view.locator("nav >> text=Findings").count() == 0
     assert view.inner_text("#range") == "steps 1 to 150"
     assert view.locator("article.card").count() == 0
 
@@ -85,7 +86,7 @@ def test_the_reader_is_left_in_peace(view, desk, make_run, make_steps):
     view.evaluate("document.querySelector('#finding-2-example').open = true")
     view.locator("#scale").evaluate("box => { box.value = 20; box.dispatchEvent(new Event('input')); }")
     desk.tell(make_run({"steps": 150}, steps=make_steps(150)))
-    told(view, "150 steps of train.py")
+    told(view, "150 steps")
     assert view.evaluate("document.activeElement.dataset.metric") == "norm"
     assert view.inner_text("#range") == "steps 31 to 90"
     assert view.evaluate("[...document.querySelectorAll('article details[open]')].map(each => each.id)") == [
@@ -95,22 +96,29 @@ def test_the_reader_is_left_in_peace(view, desk, make_run, make_steps):
 
 
 def test_a_marked_text_is_not_taken_away(view, desk, make_run, make_steps):
-    view.evaluate("getSelection().selectAllChildren(document.querySelector('h1'))")
+    view.evaluate("getSelection().selectAllChildren(document.querySelector('.about'))")
     desk.tell(make_run({"steps": 150}, steps=make_steps(150)))
     before = desk.asked
     view.wait_for_timeout(500)
     assert desk.asked <= before + 1
     assert "120 steps" in view.evaluate("String(getSelection())")
     view.evaluate("getSelection().removeAllRanges()")
-    told(view, "150 steps of train.py")
+    told(view, "150 steps")
 
 
-def test_it_says_when_it_no_longer_follows(view, desk):
-    assert view.inner_text("#live") == "This page follows the run."
+def test_it_says_whether_it_is_live_and_how_old_it_is(view, desk, make_run):
+    assert view.inner_text("#live") == "ended: finished"
+    desk.tell(make_run(manifest={"status": "running", "finished": None}))
+    told(view, "updated 0 s ago")
+    told(view, "updated 1 s ago")
+    assert view.get_attribute("#mark", "class") == "live"
     desk.status = 404
     told(view, "The server was restarted")
     desk.status = 200
-    told(view, "This page follows the run.")
+    told(view, "updated")
+    desk.tell(make_run(manifest={"status": "failed"}))
+    told(view, "ended: failed")
+    assert view.inner_text("#ago") == ""
     desk.server.shutdown()
     desk.server.server_close()
     told(view, "The server no longer responds")

@@ -3,8 +3,10 @@
 import base64
 import gzip
 import hashlib
+import html
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from ampwise.finding import Place
 from ampwise.finding.terminal import printable
 from ampwise.numbers.census.algebra import Census
 from ampwise.report.page import GENERATOR_MARK, comparison_page, page, update
+from ampwise.report.page.run_view import finding_card
+from ampwise.report.page.syntax import coloured
+from ampwise.report.page.templates import template
 from ampwise.runs.events import LoggedEvent
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import CountedFinding, StepBucket, StepRow
@@ -25,7 +30,7 @@ from ...night import NIGHTLY
 VOID = {"meta", "br", "input"}
 TAGS = """html head meta title style script body main header section a p h1 h2 h3 code pre span i b article figure
     figcaption svg sup div table thead tbody tr th td ul ol li dl dt dd details summary footer br canvas label select
-    input output button noscript"""
+    input output button noscript nav"""
 NAMES = ("timing", "memory", "dtype_flow", "activations", "optimizers")
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\x1b[2J\u202e\udc80\n</style>"
 
@@ -137,12 +142,13 @@ def test_all_is_there(make_run):
     text = page(make_run(FACTS, {"ampwise": "0.1.0"}, trouble=["steps.jsonl is missing."]))
     outline = Outline(text)
     for expected in [
-        "1 error, 1 warning in 120 steps of train.py (fp16, scaler): gradients are clipped while still scaled.",
+        "Gradients are clipped while still scaled",
+        "1 error1 warning",
         "train.py --epochs 3",
         "clip-scaled-grads",
         "train.py:31",
         "    clip_grad_norm_(model.parameters(), 1.0)",
-        "×120, first at step 1, last at step 120",
+        "120 times, steps 1 to 120",
         "Call scaler.unscale_(optimizer) before clipping.",
         "init_scale=32768",
         "blocks.0.weight",
@@ -177,7 +183,7 @@ def test_every_link_leads_somewhere_and_every_place_is_one(make_run):
     outline = Outline(page(make_run(FACTS)))
     assert len(outline.ids) == len(set(outline.ids))
     assert {link.removeprefix("#") for link in outline.links} <= set(outline.ids)
-    assert {"#rule-AMP101", "#finding-1-code"} <= set(outline.links)
+    assert {"#rule-AMP101", "#finding-1", "#findings", "#environment"} <= set(outline.links)
 
 
 def test_names_between_backquotes_are_code(make_run, rules):
@@ -193,25 +199,102 @@ def test_lines_of_code_in_a_fix_are_code_as_it_stands(make_run, rules):
     assert 'Clamp it:<br><code class="indented">    x = `a`&lt;b&gt;</code><br>In general: <code>c</code>' in text
 
 
+DIFF = "--- train.py\n+++ train.py\n@@ -30,2 +30,3 @@\n     scale()\n+    unscale_()\n-    clip()"
+
+
 def test_a_fix_is_a_diff_its_own_where_there_is_one(make_run, rules):
-    diff = "--- train.py\n+++ train.py\n@@ -30,2 +30,3 @@\n     scale()\n+    unscale_()\n-    clip()"
-    own, other = (CountedFinding(finding=rules["clip"].at(Place(), "m"), diff=text) for text in (diff, ""))
+    place = Place(file="train.py", line=31)
+    own, other = (CountedFinding(finding=rules["clip"].at(place, "m"), diff=text) for text in (DIFF, ""))
     text = page(make_run(findings=[own]))
-    assert '<span class="added">+    unscale_()</span><span class="removed">-    clip()</span>' in text
+    shown = re.sub(r"</?b[^>]*>", "", text)  # the colours of the syntax
+    assert '<span><i>30</i><i class="sign"></i>    scale()</span>' in shown
+    assert '<span class="added"><i></i><i class="sign">+</i>    unscale_()</span>' in shown
+    assert '<span class="here removed"><i>31</i><i class="sign">-</i>    clip()</span>' in shown
     assert "Example of the fix" not in text
     assert "review it before you apply it" not in text
+    assert "ampwise check --fix train.py</code>" in text
     own.diff_is_safe = False
-    assert "review it before you apply it" in page(make_run(findings=[own]))
-    text = page(make_run(findings=[other]))
-    assert '<span class="removed">-clip()</span><span class="added">+unscale(); clip()</span>' in text
+    text = page(make_run(findings=[own]))
+    assert "review it before you apply it" in text
+    assert "ampwise check --fix" not in text, "the fix is not a safe one"
+    shown = re.sub(r"</?b[^>]*>", "", page(make_run(findings=[other])))
+    assert '<i class="sign">-</i>clip()</span>' in shown
+    assert '<i class="sign">+</i>unscale(); clip()</span>' in shown
+
+
+@pytest.mark.parametrize(
+    ("file", "folder", "address"),
+    [
+        ("train.py", "/home/a b", "vscode://file/home/a%20b/train.py:31"),
+        ("/x/train.py", "/home/a", "vscode://file/x/train.py:31"),
+        ("C:\\x\\train.py", "", "vscode://file/C:/x/train.py:31"),
+        ("train.py", "", ""),
+        ("<ipython-input-1>", "/home/a", ""),
+        ('/x/"><script>.py', "/home/a", "vscode://file/x/%22%3E%3Cscript%3E.py:31"),
+    ],
+)
+def test_a_place_opens_in_an_editor(make_run, rules, file, folder, address):
+    finding = CountedFinding(finding=rules["clip"].at(Place(file=file, line=31), "m"))
+    text = page(make_run(findings=[finding], manifest={"environment": {"folder": folder} if folder else {}}))
+    assert [link for link in Outline(text).links if not link.startswith("#")] == ([address] if address else [])
+
+
+def test_what_a_finding_cost_is_said_in_the_title_the_overview_and_its_card(make_run, rules):
+    clip = CountedFinding(
+        finding=rules["clip"].at(Place(file="train.py", line=31), "m", evidence={"limit": "1 divided by the scale"}),
+        count=120,
+        first_step=1,
+        last_step=120,
+    )
+    skips = rules["save"].but(code="AMP609", name="skip-rate").at(Place(step=120), "m")
+    ahead = rules["save"].but(code="AMP114", name="sched-step-unconditional").at(Place(file="train.py", line=9), "m")
+    found = [clip, CountedFinding(finding=skips), CountedFinding(finding=ahead, count=7)]
+    text = Outline(page(make_run(findings=found))).text
+    assert text.count("effective clip 3.1e-05 instead of 1") == 3  # at the loss scale of 32768
+    assert "skipped 1.7% of steps: +1.7% time" in text
+    assert "7 scheduler steps ahead of the optimizer" in text
+    text = Outline(page(make_run())).text
+    assert "about 1 skipped step at each resume" in text
+
+
+def test_consequences_are_folded_below_their_cause(make_run, rules):
+    messages = ("the <b>loss</b> is NaN", "and `more`")
+    consequences = [CountedFinding(finding=rules["save"].at(Place(), message)) for message in messages]
+    counted = CountedFinding(finding=rules["clip"].at(Place(), "m"))
+    assert finding_card(counted, "finding-1").consequences == []
+    card = finding_card(replace(counted, consequences=consequences), "finding-1")
+    text = str(template("parts.html").module.card(card))
+    assert "2 consequences of it</summary>" in text
+    assert "AMP204 scaler-not-checkpointed: the &lt;b&gt;loss&lt;/b&gt; is NaN" in text
+    assert "and <code>more</code>" in text
 
 
 def test_code_stays_on_its_lines(make_run, rules):
-    rule = rules["clip"].but(bad="one()\n    two()", good="one()\n\n    three()")
+    rule = rules["clip"].but(bad="one(1)\n    two()", good="one(1)\n\n    three()")
     text = page(make_run(findings=[CountedFinding(finding=rule.at(Place(), "m"))]))
-    assert ">one()\n    two()</pre>" in text
-    assert ">one()\n\n    three()</pre>" in text
+    one = '<b class="f">one</b>(<b class="n">1</b>)'
+    assert f'>{one}\n    <b class="f">two</b>()</pre>' in text
+    assert f'>{one}\n\n    <b class="f">three</b>()</pre>' in text
     assert "\\n" not in "".join(re.findall(r"<pre.*?</pre>", text, re.DOTALL))
+
+
+@given(st.lists(st.text(), max_size=4))
+def test_any_lines_are_coloured_and_keep_their_text(lines):
+    shown = [html.unescape(re.sub(r"</?b[^>]*>", "", line)) for line in coloured(lines)]
+    assert shown == [printable(line.expandtabs(4)[:400]) for line in lines]
+
+
+def test_a_line_that_contains_the_end_of_one_stays_one_line():  # in a forged record
+    assert coloured(["'''a\n\n\n\r\n", "'''"])[0].endswith(r"a\n\n\n\r\n</b>")
+
+
+def test_half_a_string_is_coloured_line_by_line():
+    assert coloured(["    '''open", "if x:"]) == ["    &#39;&#39;&#39;open", '<b class="k">if</b> x:']
+    assert coloured(["f(", "'a'", ") # b"]) == [
+        '<b class="f">f</b>(',
+        '<b class="s">&#39;a&#39;</b>',
+        ') <b class="c"># b</b>',
+    ]
 
 
 def test_a_power_of_two_stays_one(make_run):
@@ -338,8 +421,8 @@ def test_any_name_comes_out_as_text(name):
     [
         ({"findings": [], "steps": [], "layers": [], "manifest": {"facts": {}}}, "which took no step"),
         ({"manifest": {"status": "running", "finished": None}}, "or was killed"),
-        ({"findings": []}, "No findings in 120 steps"),
-        ({"findings": [], "manifest": {"status": "failed", "exit_code": 1}}, "The script failed (exit code 1)."),
+        ({"findings": []}, "No precision problems found"),
+        ({"findings": [], "manifest": {"status": "failed", "exit_code": 1}}, "The script failed (exit code 1)"),
         ({"manifest": {"command": "text", "created": None, "environment": 3}}, "1 error"),
         ({"facts": dict.fromkeys(NAMES, 7)}, "1 error"),
         ({"facts": {name: [7] for name in NAMES}}, "1 error"),
@@ -377,23 +460,35 @@ def test_a_week_long_run_is_a_small_page_with_its_extremes(make_run, make_sample
 
 def test_a_failure_is_no_good_news(make_run):
     text = page(make_run(findings=[], manifest={"status": "failed", "exit_code": 1}))
-    assert '<h1 class="error">The script failed (exit code 1).</h1>' in text
-    assert '<p class="lead">No findings in 120 steps of train.py (fp16, scaler).</p>' in text
+    assert '<h1 class="error">The script failed (exit code 1)</h1>' in text
+    assert '<p class="lead">No findings in 120 steps of <code>train.py</code> (fp16, scaler).</p>' in text
 
 
 def test_a_run_in_bf16_has_no_columns_of_what_fp16_lost(make_run):
     text = page(make_run({"precision": "bf16"}))
-    (heads,) = re.findall(r'<table class="layers">\s*<thead>(.*?)</thead>', text)
-    assert ">share<" in heads
-    assert "lost" not in heads
+    heads = re.findall(r'<table class="layers">\s*<thead>(.*?)</thead>', text)
+    assert all(">share<" in head for head in heads)
+    assert "lost" not in "".join(heads)
+
+
+def test_layers_with_nothing_wrong_are_folded(make_run, make_sample):
+    shown, folded = page(make_run()).split('<details id="layers-right">')
+    assert "Layers with something wrong" in shown
+    assert "<code>blocks.1.bias</code>" in shown
+    assert "<summary>1 other layer: FP16 holds its gradients</summary>" in folded
+    assert "<code>head.weight</code>" in folded
+    healthy = Census(binades={-3: 5}, amax=2**-2.5, amin=2**-2.5)
+    text = page(make_run(layers=[make_sample(1, {"a": healthy, "b": healthy})]))
+    assert "something wrong" not in text
+    assert "<summary>2 layers: FP16 holds their gradients</summary>" in text
 
 
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        (["/opt/bin/python", "/opt/bin/ampwise", "run", "a b.py"], "<code>ampwise run &#39;a b.py&#39;</code>"),
-        (["python", "-m", "ampwise", "run", "x.py"], "<code>ampwise run x.py</code>"),
-        (["python", "x.py", "ampwise"], "<code>python x.py ampwise</code>"),
+        (["/opt/bin/python", "/opt/bin/ampwise", "run", "a b.py"], ">ampwise run &#39;a b.py&#39;</code>"),
+        (["python", "-m", "ampwise", "run", "x.py"], ">ampwise run x.py</code>"),
+        (["python", "x.py", "ampwise"], ">python x.py ampwise</code>"),
     ],
 )
 def test_the_command_is_as_one_types_it(make_run, command, told):
@@ -406,7 +501,7 @@ def test_places_are_distinguished_from_where_the_script_ran(make_run, rules):
         for file in ("/home/a/b/train.py", "/usr/x.py")
     )
     text = page(make_run(findings=[inside, outside], manifest={"environment": {"folder": "/home/a"}}))
-    assert '<code title="/home/a/b/train.py:3">b/train.py:3</code>' in text
+    assert ">b/train.py:3</code>" in text
     assert ">/usr/x.py:3</code>" in text
 
 
@@ -421,7 +516,8 @@ def test_news_are_the_parts_of_the_page_itself(make_run):
     for name, markup in news["parts"].items():
         assert f'data-part="{name}"' in text
         assert markup in text
-    assert "1 error, 1 warning" in news["title"]
+    assert news["title"] == "Gradients are clipped while still scaled · train.py"
+    assert news["state"] == {"name": "ended", "words": "ended: finished"}
 
 
 def test_two_runs(make_run, rules):
@@ -429,6 +525,9 @@ def test_two_runs(make_run, rules):
     after = make_run(folder=Path("runs/b"), findings=[])
     text = comparison_page(before, after)
     outline = Outline(text)
-    assert "runs/b has no findings where runs/a had 2: 2 gone, none new" in outline.text
+    assert "All 2 findings are gone" in outline.text
+    assert "Loss after 120 steps: " in outline.text
     assert "Gone (2)" in outline.text
+    assert "2 new findings: Gradients are clipped while still scaled" in Outline(comparison_page(after, before)).text
+    assert "The same 2 findings in both runs" in Outline(comparison_page(before, make_run(folder=Path("b")))).text
     assert [line["name"] for line in data_of(text)["curves"]] == ["before", "after"]

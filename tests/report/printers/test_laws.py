@@ -143,7 +143,7 @@ def test_text_for_people_cannot_drive_the_terminal(given_findings: list[Finding]
 @given(lists)
 def test_full_says_every_finding(given_findings: list[Finding]):
     heads = [
-        line for line in full.render(given_findings).split("\n") if line.startswith(("error[", "warning[", "info["))
+        line for line in full.render(given_findings).split("\n") if line.startswith(("error[", "warning[", "note["))
     ]
     assert len(heads) == len(given_findings)
 

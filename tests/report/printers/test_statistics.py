@@ -33,7 +33,7 @@ def test_the_most_frequent_first_with_what_fix_fixes(findings):
         " 2  AMP101  [-] some-mended\n"
         " 1  AMP102  [ ] not-mended\n"
         "Found 13 findings (13 errors).\n"
-        "[*] 11 fixable with `--fix` (1 more with `--fix --unsafe-fixes`).\n"
+        "[*] 11 fixable with `ampwise check --fix a.py` (1 more with `--unsafe-fixes`).\n"
     )
 
 

@@ -27,7 +27,7 @@ def test_files_are_walked_from_top_to_bottom_and_the_placeless_come_last_worst_f
         ("", "All checks passed!"),
         ("e", "Found 1 finding (1 error)."),
         ("eww", "Found 3 findings (1 error, 2 warnings)."),
-        ("iie", "Found 3 findings (1 error, 2 info)."),
+        ("iie", "Found 3 findings (1 error, 2 notes)."),
     ],
 )
 def test_summary(finding, severities, text):
@@ -38,11 +38,18 @@ def test_summary(finding, severities, text):
 @pytest.mark.parametrize(
     ("safe", "last"),
     [
-        ([True, True], "[*] 2 fixable with `--fix`."),
-        ([True, False, False], "[*] 1 fixable with `--fix` (2 more with `--fix --unsafe-fixes`)."),
-        ([False], "1 fixable with `--fix --unsafe-fixes`."),
+        ([True, True], "[*] 2 fixable with `ampwise check --fix a.py`."),
+        ([True, False, False], "[*] 1 fixable with `ampwise check --fix a.py` (2 more with `--unsafe-fixes`)."),
+        ([False], "1 fixable with `ampwise check --fix --unsafe-fixes a.py`."),
     ],
 )
 def test_the_summary_says_what_can_be_fixed(finding, safe, last):
     findings = [finding(file="a.py", line=1, edits=[Edit(1, 1, 1, 1, "x")], safe=one) for one in safe]
     assert summary([*findings, finding()]).split("\n")[1:] == [last]
+
+
+def test_the_command_that_fixes_can_be_pasted(finding):
+    edits = [Edit(1, 1, 1, 1, "x")]
+    one, other = (finding(file=name, line=1, edits=edits) for name in ("my run.py", "b.py"))
+    assert "`ampwise check --fix 'my run.py'`" in summary([one])
+    assert "`ampwise check --fix`" in summary([one, other])

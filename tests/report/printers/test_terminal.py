@@ -1,9 +1,13 @@
 """What may reach a terminal, and when it is coloured."""
 
 import ast
+import fcntl
 import io
+import os
 import re
+import struct
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,7 @@ from ampwise.finding.terminal import (
     printable,
     printable_lines,
     say,
+    start_line,
     table,
     wants_colour,
     write,
@@ -248,3 +253,17 @@ def test_every_sign_that_is_written_has_another_in_ascii():
     signs = sorted({char for text in texts for char in text if ord(char) > 127} - {"\N{BRAILLE PATTERN DOTS-12345678}"})
     assert signs
     assert encodable("".join(signs), "ascii").count("\\") == 0
+
+
+def test_a_line_starts_where_the_cursor_is_or_below():
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    with os.fdopen(theirs, "w") as stream:
+        start_line(stream)
+        stream.flush()
+        # From the start of a line, 39 spaces stay on it; from anywhere else, they end on the next one.
+        assert os.read(ours, 1000) == b" " * 39 + b"\r\x1b[K"
+    os.close(ours)
+    pipe = io.StringIO()
+    start_line(pipe)
+    assert pipe.getvalue() == ""

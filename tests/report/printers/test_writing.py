@@ -28,7 +28,7 @@ WRITES = {
     "sys.excepthook": {"watch/script.py": "an exception of the script's, as Python prints it"},
     "logging.basicConfig": {},
     "faulthandler.dump_traceback": {"guard/stopping.py": "it escapes all but ASCII by itself"},
-    "Console": {"cli/explain.py": "draws into a string, which `write` writes"},
+    "Console": {},
 }
 STREAMS = {"stream", "out", "err", "stdout", "stderr", "__stdout__", "__stderr__"}  # whatever is called so
 RAW = {"write", "writelines", "buffer"}
@@ -38,7 +38,6 @@ PASS_ON = {
 }
 TEMPLATES = {"watch/watched_run.py": "passes on a template, which is looked at where it is given"}
 PLAIN_WARNINGS = {
-    "numbers/emulation/emulated_matmuls.py": "the name of one of torch's operations, from a list of ours",
     "train/scaler/grad_scaler.py": "a number",
 }
 

@@ -62,6 +62,6 @@ def findings():
 
     def findings(b="bf16", **parts):
         facts = {"b": side(b) if isinstance(b, str) else b}
-        return run_checks(StepDifference(subject="fn", a=side("fp32"), **facts | parts))
+        return run_checks(StepDifference(name="fn", a=side("fp32"), **facts | parts))
 
     return findings

@@ -44,7 +44,7 @@ def test_half_of_the_values_gone(share, found):
 def test_what_is_said_of_values_gone():
     (found,) = fp8_underflows.check_float8(layers(flushed_share=0.62, scale=2.0))
     assert found.message == "62% of the nonzero values of its gradient become zero in E5M2 at its scale"
-    assert "fp8='rowwise'" in found.fix
+    assert "Fp8('rowwise')" in found.fix
 
 
 def test_a_layer_that_has_a_scale_for_each_row_is_not_reported_to_have_them():

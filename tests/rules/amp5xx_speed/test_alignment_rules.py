@@ -39,7 +39,7 @@ def product(kind="linear", sizes=(4096, 1001, 512), layer="head", flops=BIG, pre
 
 
 def made(*products, **parts):
-    return StepMatmuls(**{"subject": "test", "precision": "bf16", "device": "cpu", "products": products} | parts)
+    return StepMatmuls(**{"name": "test", "precision": "bf16", "device": "cpu", "products": products} | parts)
 
 
 REST = product(layer="rest", sizes=(4096, 1024, 512), flops=BIG)

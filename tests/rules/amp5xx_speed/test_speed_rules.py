@@ -42,7 +42,7 @@ def split(busy=0.0095, launches=200, on_device=True, **seconds):
 
 def speeds(*rows, **parts):
     usual = {
-        "subject": "train:make",
+        "name": "train:make",
         "command": "ampwise bench train:make",
         "device": "cuda",
         "device_name": "NVIDIA H200",

@@ -86,10 +86,8 @@ def test_alignment_stays_silent(use):
 def test_work_left_in_fp32_is_named():
     wide = product("fp32", 3 * BIG, shape="8×3×224×224 * 64×3×7×7")
     (finding,) = little_work_in_half.check_time(made(wide, product("bf16", BIG), autocast="bf16"))
-    assert finding.message == (
-        "autocast to BF16 is on, but 25% of the matmul work runs in half precision; the largest exceptions: mm "
-        "8×3×224×224 * 64×3×7×7 in FP32"
-    )
+    assert finding.message == "autocast to BF16 is on, but only 25% of the matmul work runs in half precision"
+    assert finding.evidence["exceptions"] == "mm 8×3×224×224 * 64×3×7×7 in FP32"
     assert finding.evidence["half_share"] == 0.25
 
 

@@ -16,21 +16,18 @@ def with_dead(*names, at=lambda number: True):
 def test_a_dead_layer_is_named():
     (finding,) = check_gradients(sampled(with_dead("layers.2.weight"), precision="bf16"))
     assert finding.place.parameter == "layers.2.weight"
-    assert finding.message == "the gradient is exactly zero in all 10 samples: the layer learns nothing"
+    assert finding.message == "this gradient is zero in all 10 samples: the layer learns nothing"
 
 
 def test_in_fp16_it_may_have_been_flushed():
     (finding,) = check_gradients(sampled(with_dead("layers.2.weight"), precision="fp16"))
-    assert finding.message == (
-        "the gradient is exactly zero in all 10 samples: the layer learns nothing, unless its gradient underflows in "
-        "FP16"
-    )
+    assert finding.message.endswith(": the layer learns nothing, or it underflows in FP16")
 
 
 def test_several_are_one_finding():
     (finding,) = check_gradients(sampled(with_dead("layers.2.weight", "layers.2.bias")))
     assert finding.evidence["names"] == ["layers.2.weight", "layers.2.bias"]
-    assert "(and of 1 more parameters)" in finding.message
+    assert "(and 1 more parameters)" in finding.message
 
 
 def test_one_sign_of_life_is_enough():

@@ -15,17 +15,17 @@ def test_one_large_gradient_that_costs_the_others_is_named():
     (finding,) = check_gradients(sampled(one_large(1e-9, 1.0), scale=2.0**15))
     assert finding.place.parameter == "layers.3.weight"
     assert finding.evidence["near"] == ["layers.3.weight"]
-    assert "times the largest of the others," in finding.message
+    assert "times the others," in finding.message
 
 
 def test_a_scale_held_at_nothing_is_found():
     (finding,) = check_gradients(sampled(one_large(1e-1, 4e4), scale=1.0))
-    assert "which keeps the loss scale at 1" in finding.message
+    assert "it keeps the scale at 1," in finding.message
 
 
 def test_without_a_scaler_being_near_is_enough():
     (finding,) = check_gradients(sampled(one_large(1e2, 4e4), scale=None))
-    assert finding.message.endswith("and there is no scaler to skip a step that overflows")
+    assert finding.message.endswith(": no scaler skips a step that overflows")
     assert finding.fix.startswith("Use a GradScaler with FP32 parameters")
     assert None not in finding.evidence.values()
 

@@ -20,7 +20,7 @@ def test_what_is_lost_is_found_and_a_scale_is_named():
     assert finding.place.step == 100
     # The median is at 2**-24 and the limit at 2**-25, half a standard deviation below: 31%.
     assert 0.15 < finding.evidence["lost_share_at_least"] < 0.5
-    assert "of this gradient and keeps" in finding.message
+    assert "of this gradient to zero and stores" in finding.message
     assert finding.fix.startswith("Use `GradScaler(init_scale=")
     scale = eval(finding.fix.split("init_scale=")[1].split(")")[0])  # digits, or 2**k
     assert np.log2(scale) == int(np.log2(scale))
@@ -45,7 +45,7 @@ def test_all_parameters_hit_are_counted():
     assert finding.evidence["parameters"] == len(NAMES)
     assert "without a loss scale" in finding.message
     assert None not in finding.evidence.values()
-    assert f"(and in {len(NAMES) - 1} more)" in finding.message
+    assert f"(and {len(NAMES) - 1} more parameters)" in finding.message
 
 
 def test_a_scaler_that_is_not_there_is_not_to_be_changed():
@@ -79,7 +79,7 @@ def test_gradients_that_were_never_fp16_are_fine():
 def test_when_nothing_is_left_that_is_said():
     health = sampled(lambda number: {name: np.zeros(100) for name in NAMES}, samples=4, scale=1.0)
     (finding,) = check_gradients(health)
-    assert "every gradient of all 16 parameters is exactly zero at loss scale 1" in finding.message
+    assert "every gradient is exactly zero at loss scale 1" in finding.message
     assert not list(
         check_gradients(
             sampled(lambda number: {"a": np.zeros(100), "b": np.full(100, 0.1)}, samples=4, names=["a", "b"])

@@ -26,6 +26,13 @@ RULES = {module.RULE.name: module.RULE for module in rule_modules() if hasattr(m
 WARNINGS = {"not-reproduced", "swallowed-infinity"}
 END = "the loss → 12 of 12 gradients"
 
+
+def told_of(found):
+    """What happened, and the evidence of it: what the operation received, and where the value went."""
+    inputs = found.evidence.get("inputs")
+    return "; ".join(filter(None, (found.message, inputs and f"it received {inputs}", found.evidence.get("path"))))
+
+
 MESSAGES = {
     "bad-batch": (
         "`batch['pixels']` was passed to the step with 3 NaN and 1 inf among 128 values, in 2 samples (5, 17, counted "
@@ -115,7 +122,7 @@ def test_each_kind_has_its_rule_and_codes_are_in_their_order():
 def test_a_kind_is_reported_by_its_rule_alone(kind):
     found = finding(EXAMPLES[kind])
     assert found.rule.name == kind
-    assert found.message == MESSAGES[kind]
+    assert told_of(found) == MESSAGES[kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,7 +164,7 @@ def test_a_line_that_is_none_is_left_out(site):
 def message(failure, kind):
     found = finding(failure)
     assert found.rule.name == kind
-    return found.message
+    return told_of(found)
 
 
 def test_an_overflow_on_the_way_is_distinguished_from_one_of_the_result():
@@ -286,7 +293,6 @@ def test_what_helped_comes_first_with_its_code_before_and_after():
         "Tried in the replay, and it works: `blocks.3.fc` in FP32 (loss NaN → 2.312, gradients finite).",
         "    engine = Engine(model, optimizer)",
         "Tried in the replay, but did not help: the step in BF16 (loss NaN, 3 gradients not finite).",
-        f"In general: {RULES['half-overflow'].fix}",
     ]
 
 
@@ -389,7 +395,7 @@ def test_a_number_that_is_nan_has_no_samples():
 
 def test_the_same_tensor_is_reported_once():
     square = origin("aten.mul.Tensor", inputs=(values("self"), values("other")))
-    assert "; it received input (FP16 8×16, -3.25 to 250) twice; " in finding(FAILED.but(origin=square)).message
+    assert finding(FAILED.but(origin=square)).evidence["inputs"] == "input (FP16 8×16, -3.25 to 250) twice"
 
 
 @pytest.mark.parametrize(
@@ -420,7 +426,7 @@ def test_what_arguments_are_called(op, facts, roles):
 
 def test_evidence_of_an_operation():
     found = finding(EXAMPLES["half-overflow"])
-    assert found.shown_evidence == {"op": "aten.addmm.default"}, "the rest is told in the message, or for machines"
+    assert list(found.shown_evidence) == ["inputs", "path", "op"], "the rest is told in the message, or for machines"
     evidence = found.evidence["trace"]
     assert evidence["op"] == "aten.addmm.default"
     assert (evidence["dtype"], evidence["module"], evidence["phase"]) == ("fp16", "blocks.3.fc", "forward")

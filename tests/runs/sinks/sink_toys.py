@@ -8,7 +8,7 @@ from pathlib import Path
 from ampwise.runs.rows import StepRow
 from ampwise.runs.sinks import SinkRequest
 from ampwise.runs.sinks.metrics import MetricsRow
-from ampwise.runs.sinks.run_sinks import Sinks
+from ampwise.runs.sinks.run_sinks import SinkThreads
 from ampwise.runs.sinks.sink_context import SinkContext
 
 LOSSES = [0.5, math.nan, math.inf, -math.inf, 1e-30]
@@ -25,7 +25,7 @@ def row(step=1, **metrics):
 def all_sinks(*requested_sinks, **options):
     """The sinks, and the findings they come to."""
     found = []
-    return Sinks(requested_sinks, found.append, **options), found
+    return SinkThreads(requested_sinks, found.append, **options), found
 
 
 class Toy:

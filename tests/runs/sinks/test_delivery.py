@@ -208,13 +208,13 @@ def test_threads_keep_no_interpreter_alive():
 import sys, time
 from pathlib import Path
 from ampwise.runs.sinks import requested_sinks
-from ampwise.runs.sinks.run_sinks import Sinks
+from ampwise.runs.sinks.run_sinks import SinkThreads
 from ampwise.runs.rows import StepRow
 
 def hang(row):
     time.sleep(600)
 
-sinks = Sinks(requested_sinks([hang], base=Path("run")), print)
+sinks = SinkThreads(requested_sinks([hang], base=Path("run")), print)
 sinks.send(StepRow(step=1))
 time.sleep(0.2)
 sys.exit(5)  # and nobody has closed them
@@ -386,7 +386,7 @@ from pathlib import Path
 from ampwise.runs.rows import StepRow
 from ampwise.runs.sinks import SinkRequest
 from ampwise.runs.sinks.sink_context import SinkContext
-from ampwise.runs.sinks.run_sinks import Sinks
+from ampwise.runs.sinks.run_sinks import SinkThreads
 
 sys.path.insert(0, ".")
 
@@ -395,7 +395,7 @@ def open_sink(about):
     import takes_long
     yield lambda rows: None
 
-sinks = Sinks([SinkRequest("late", open_sink, SinkContext(base=Path("run").absolute()))], print)
+sinks = SinkThreads([SinkRequest("late", open_sink, SinkContext(base=Path("run").absolute()))], print)
 sinks.send(StepRow(step=1))
 time.sleep(0.2)  # it is at it
 child = os.fork()

@@ -28,7 +28,7 @@ import json, math, sys
 from pathlib import Path
 from ampwise.runs.rows import StepRow
 from ampwise.runs.sinks import requested_sinks
-from ampwise.runs.sinks.run_sinks import Sinks
+from ampwise.runs.sinks.run_sinks import SinkThreads
 from ampwise.finding.strict_json import dumps
 
 found = []
@@ -41,7 +41,7 @@ def send(sink, losses, base="runs/first", first=1):
     assert not found, found
 
 def begin(sink, base="runs/first"):
-    return Sinks(requested_sinks([sink], base=Path(base)), found.append)
+    return SinkThreads(requested_sinks([sink], base=Path(base)), found.append)
 
 def answer(value):
     print(dumps(value, indent=None), end="")
@@ -426,7 +426,7 @@ def test_trackio_alone_and_in_a_run_of_the_scripts_own(tmp_path):
 DRAWN = """
 import http.server, random, threading, time
 import numpy, torch
-from ampwise import Engine
+from ampwise import Engine, Sinks
 
 asked = []
 
@@ -450,7 +450,7 @@ def states():
 def same_after(sink):
     before = states()
     model = torch.nn.utils.skip_init(torch.nn.Linear, 4, 1)
-    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), "fp32", sinks=[sink])
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), "fp32", callbacks=[Sinks(sink)])
     loaded = set(sys.modules)
     for _ in range(3):
         engine.step(lambda x: model(x).square().mean(), torch.ones(2, 4))

@@ -16,7 +16,7 @@ from ampwise.runs.sinks.sink_context import SinkContext, use_separate_random
 
 from .sink_toys import all_sinks, steps
 
-IN_AN_ENGINE = SinkSyntax("Engine(sinks=[{}])", quoted=True, each="give each a string of its own")
+IN_AN_ENGINE = SinkSyntax("Sinks({})", quoted=True, each="give each a string of its own")
 
 BASE = Path("runs") / "first"
 PACKAGED = [kind for kind in built_in_kinds() if kind != "jsonl"]
@@ -42,7 +42,7 @@ def test_a_package_that_is_missing(kind, monkeypatch):
     expected = f"{kind} is not installed. pip install 'ampwise[{kind}]'"
     assert refused(f"{kind}:x", kind=MissingDependency) == f"--sink {kind}: {expected}"
     asked = refused(kind, kind=MissingDependency, asking=IN_AN_ENGINE)
-    assert asked == f"Engine(sinks=['{kind}']): {expected}"
+    assert asked == f"Sinks('{kind}'): {expected}"
 
 
 def test_json_lines_need_nothing():
@@ -60,12 +60,12 @@ def test_what_is_neither_name_nor_function():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (["jsonl"], "Engine(sinks=[['jsonl']]): expected the name of a sink, or a function that takes a row."),
-        (None, "Engine(sinks=[None]): expected the name of a sink, or a function that takes a row."),
-        ("", "Engine(sinks=['']): expected the name of a sink: jsonl, mlflow, tensorboard, trackio, wandb."),
+        (["jsonl"], "Sinks(['jsonl']): expected the name of a sink, or a function that takes a row."),
+        (None, "Sinks(None): expected the name of a sink, or a function that takes a row."),
+        ("", "Sinks(''): expected the name of a sink: jsonl, mlflow, tensorboard, trackio, wandb."),
         (
             "jsonl,wandb:p",
-            "Engine(sinks=['jsonl,wandb:p']): this is more than one sink: give each a string of its own.",
+            "Sinks('jsonl,wandb:p'): this is more than one sink: give each a string of its own.",
         ),
     ],
 )
@@ -75,7 +75,7 @@ def test_an_engine_quotes_as_python_does(asked, words):
 
 def test_an_unknown_name_says_who_asked():
     assert refused("nowhere", kind=UnknownName, asking=IN_AN_ENGINE).startswith(
-        "Engine(sinks=['nowhere']): unknown sink 'nowhere'. The sinks are jsonl,"
+        "Sinks('nowhere'): unknown sink 'nowhere'. The sinks are jsonl,"
     )
 
 

@@ -143,7 +143,7 @@ def trained(precision, fp8=None, *, compiled=False, steps=12, checkpointed=False
         x = torch.randint(64, (8, 50))
     y = (x * 5 + 1) % 64
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
-    engine = Engine(model, optimizer, precision, fp8=fp8, clip_norm=1.0, **settings)
+    engine = Engine(model, optimizer, precision if fp8 is None else fp8, clip_norm=1.0, **settings)
     if compiled:
         model.compile(fullgraph=not checkpointed)
     losses = [engine.step(model, x, y).loss for _ in range(steps)]
@@ -156,7 +156,7 @@ def test_a_model_trains_by_each_recipe(recipe, compiled):
     if RECIPES[recipe][0] == "torchao" and importlib.util.find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
     _, _, wide = trained("bf16", compiled=compiled)
-    engine, _, losses = trained("fp8", recipe, compiled=compiled)
+    engine, _, losses = trained("fp8", Fp8(recipe), compiled=compiled)
     assert engine.skipped_steps == 0
     assert losses[-1] < 0.5 * losses[0]
     assert abs(losses[0] - wide[0]) < 0.02 * wide[0]
@@ -166,12 +166,12 @@ def test_a_model_trains_by_each_recipe(recipe, compiled):
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 @pytest.mark.parametrize("way", ["checkpointed", "graph", "accumulate", "checkpointed and compiled"])
 def test_it_is_the_same_by_other_ways(recipe, way):
-    _, _, plain = trained("fp8", recipe)
+    _, _, plain = trained("fp8", Fp8(recipe))
     settings = {"graph": {"graph": True}, "accumulate": {"accumulate": 2}}.get(way, {})
     steps = 24 if way == "accumulate" else 12
     checkpointed = way.startswith("checkpointed")
     _, _, losses = trained(
-        "fp8", recipe, checkpointed=checkpointed, compiled=way.endswith("compiled"), steps=steps, **settings
+        "fp8", Fp8(recipe), checkpointed=checkpointed, compiled=way.endswith("compiled"), steps=steps, **settings
     )
     losses = losses[::2] if way == "accumulate" else losses
     assert losses[0] == pytest.approx(plain[0], rel=1e-3)
@@ -207,13 +207,13 @@ def test_what_cannot_be_captured_is_left_out_and_torch_is_as_before():
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_compiled_layers_are_launched_by_torch_and_compute_the_same(recipe):
-    _, _, eager = trained("fp8", recipe, steps=4)
-    _, _, compiled = trained("fp8", recipe, steps=4, compiled=True)
+    _, _, eager = trained("fp8", Fp8(recipe), steps=4)
+    _, _, compiled = trained("fp8", Fp8(recipe), steps=4, compiled=True)
     assert compiled == pytest.approx(eager, rel=2e-2)
 
 
 def test_a_state_goes_on_where_it_was():
-    engine, model, _ = trained("fp8", "delayed", steps=5)
+    engine, model, _ = trained("fp8", Fp8("delayed"), steps=5)
     # Copies: a state holds the tensors themselves, and training goes on.
     state, weights = deepcopy(engine.state_dict()), deepcopy(model.state_dict())
     moments = deepcopy(engine.optimizers[0].state_dict())
@@ -221,7 +221,7 @@ def test_a_state_goes_on_where_it_was():
     with torch.device("cuda"):
         x = torch.randint(64, (8, 50))
     expected = [engine.step(model, x, x).loss for _ in range(3)]
-    other, again, _ = trained("fp8", "delayed", steps=0)
+    other, again, _ = trained("fp8", Fp8("delayed"), steps=0)
     again.load_state_dict(weights)
     other.optimizers[0].load_state_dict(moments)
     other.load_state_dict(state)

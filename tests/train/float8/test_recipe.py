@@ -6,7 +6,7 @@ import pytest
 
 from ampwise.errors import BadInput, UnknownName
 from ampwise.train.float8.fp8_cast import E4M3, E5M2
-from ampwise.train.float8.recipe import RECIPES, Fp8, fp8_from
+from ampwise.train.float8.recipe import RECIPES, Fp8
 from ampwise.train.float8.torchao_backend import NAMES
 
 
@@ -81,13 +81,3 @@ def test_gradients_have_the_format_of_their_recipe(fp8, fmt):
 def test_what_makes_no_sense_is_refused(asked, error, text):
     with pytest.raises(error, match=text):
         Fp8(**asked)
-
-
-def test_an_engine_takes_a_name_or_an_fp8():
-    assert fp8_from(None) == Fp8()
-    assert fp8_from("rowwise") == Fp8("rowwise")
-    assert fp8_from(Fp8("delayed", margin=1)) == Fp8("delayed", margin=1)
-    with pytest.raises(
-        BadInput, match=r"Engine\(fp8=8\): expected the name of a recipe, 'current', .* or ampwise.Fp8\(...\)"
-    ):
-        fp8_from(8)

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampwise
-from ampwise import BadInput, Engine, MissingDependency, UnknownName, make_optimizer
+from ampwise import BadInput, Engine, make_optimizer
+from ampwise.errors import MissingDependency, UnknownName
 from ampwise.train.low_bit.optimizers import (
     OPTIMIZER_NAMES,
     QUANTIZED_OPTIMIZERS,
@@ -61,23 +62,12 @@ def test_each_name_makes_its_optimizer(name):
     assert optimizer.param_groups[0]["params"] == [*model.parameters()]
 
 
-def test_an_engine_makes_one_by_its_name():
-    model = net()
-    model[0].bias.requires_grad_(False)
-    engine = Engine(model, "adamw8bit", "bf16-pure", optimizer_options={"lr": 1e-3, "weight_decay": 0.1})
-    (optimizer,) = engine.optimizers
-    assert type(optimizer) is torchao.AdamW8bit
-    assert optimizer.param_groups[0]["weight_decay"] == 0.1
-    assert len(optimizer.param_groups[0]["params"]) == 5
-    train(engine, 1)
-
-
 @pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("name", QUANTIZED_OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-pure", "bf16-pure,kahan"])
 def test_it_trains_skips_and_is_saved(name, precision):
     model = net()
-    engine = Engine(model, name, precision, clip_norm=1.0, trace=False, optimizer_options={"lr": 1e-2})
+    engine = Engine(model, make_optimizer(name, model, lr=1e-2), precision, clip_norm=1.0, trace=False)
     (optimizer,) = engine.optimizers
     steps = train(engine, *[1] * 6)
     assert float(steps[-1].loss) < float(steps[0].loss)
@@ -100,7 +90,7 @@ def test_in_bf16_pure_it_rounds_by_chance_alike_everywhere_and_as_it_did_afterwa
     ended = []
     for seed in (1, 2):
         model = net()
-        engine = Engine(model, "adamw8bit", "bf16-pure", optimizer_options={"lr": 1e-5})
+        engine = Engine(model, make_optimizer("adamw8bit", model, lr=1e-5), "bf16-pure")
         (optimizer,) = engine.optimizers
         assert optimizer.bf16_stochastic_round
         assert keeps_small_updates(optimizer)
@@ -130,12 +120,9 @@ def test_what_cannot_be_had(monkeypatch):
     with pytest.raises(BadInput, match="expected at least one parameter"):
         make_optimizer("adamw", [])
     with pytest.raises(BadInput, match=r"AdamW8bit already keeps its state in fewer bits. Remove bf16-states"):
-        Engine(net(), "adamw8bit", "bf16-pure,bf16-states")
-    model = net()
-    with pytest.raises(BadInput, match="needs an optimizer by name"):
-        Engine(model, torch.optim.SGD(model.parameters()), optimizer_options={"lr": 1.0})
-    with pytest.raises(BadInput, match=r"Engine\(optimizer_options=3\): expected a dict of adamw"):
-        Engine(net(), "adamw", optimizer_options=3)
+        Engine(model := net(), make_optimizer("adamw8bit", model), "bf16-pure,bf16-states")
+    with pytest.raises(BadInput, match=r"Engine\(optimizer='adamw'\): .* ampwise.make_optimizer\('adamw', model, lr"):
+        Engine(net(), "adamw")
     monkeypatch.delattr(torchao, "AdamWFp8")
     with pytest.raises(MissingDependency, match=r"and torchao \S+ has no AdamWFp8: pip install 'ampwise\[fp8\]' --up"):
         make_optimizer("adamwfp8", net())

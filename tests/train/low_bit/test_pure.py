@@ -2,7 +2,8 @@
 
 import pytest
 
-from ampwise import Policy, UnknownName
+from ampwise import Policy
+from ampwise.errors import UnknownName
 from ampwise.train.low_bit.pure_bf16 import PureBf16, parse_pure_bf16
 from ampwise.train.precision.precision import precision_named
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import ampwise
-from ampwise import BadInput, UnknownName
+from ampwise import BadInput
+from ampwise.errors import UnknownName
 
 BF16 = torch.bfloat16
 

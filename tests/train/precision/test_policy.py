@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ampwise import BadInput, Policy, UnknownName
+from ampwise import BadInput, Policy
+from ampwise.errors import UnknownName
 
 BF16 = torch.bfloat16
 KEPT = Policy("bf16").keep("fp32", "*.router", "head")
@@ -378,7 +379,7 @@ def test_a_glob_without_a_match_names_the_nearest(model):
     for method in (KEPT.keep("fp32", "*.ruoter").modules, KEPT.keep("fp32", "*.ruoter").apply):
         with pytest.raises(UnknownName) as error:
             method(model)
-        assert str(error.value).startswith("unknown module '*.ruoter'. Did you mean *.router or ")
+        assert str(error.value).startswith("unknown module '*.ruoter'. Did you mean *.router? ")
         assert str(error.value).endswith("model.named_modules(); * matches any part of a name, dots too.")
     assert set(forwards(model).values()) == {None}
 

@@ -62,14 +62,14 @@ def test_compile(told, yes, why):
             "A device with BF16 tensor cores (NVIDIA since Ampere, 8.0): BF16, without a loss scale.",
         ),
         ({"gpu": "a100-40"}, "Results worse than in FP32: FP16 has three more bits, and a GradScaler."),
-        ({"gpu": "a100-40"}, "`ampwise bench train:make` below 1.1: stay in TF32."),
+        ({"gpu": "a100-40"}, "`ampwise bench train.py:make` below 1.1: stay in TF32."),
         (
             {"gpu": "a100-40", "params": "1M"},
-            "`ampwise bench train:make` above 1.1, or activations that do not fit: BF16.",
+            "`ampwise bench train.py:make` above 1.1, or activations that do not fit: BF16.",
         ),
         ({"gpu": "h200", "params": "7B"}, "FP8 measured faster than compiled BF16 on this model: FP8."),
         ({"gpu": "p100-sxm2"}, "A device with 16-bit tensor cores: name it with --gpu."),
-        ({"gpu": "h200"}, "Size and kind of the model: give --params 7B --arch transformer, or module:callable."),
+        ({"gpu": "h200"}, "Size and kind of the model: give --params 7B --arch transformer, or train.py:make."),
     ],
 )
 def test_what_would_change_it(told, change):
@@ -156,8 +156,8 @@ def test_a_scaler_is_right_where_fp16_is_what_was_decided():
 
 def test_steps_are_about_the_precision_that_was_decided():
     assert 'Policy("fp16")' in advise(**REFUSED, symptom="nan").triage[-1].tells
-    assert advise(**REFUSED, symptom="slow").triage[0].command == "ampwise bench train:make --precisions fp32,fp16"
-    assert advise(**REFUSED, symptom="spikes").triage[1].command == "ampwise bench train:make --precisions fp32,fp16"
+    assert advise(**REFUSED, symptom="slow").triage[0].command == "ampwise bench train.py:make --precisions fp32,fp16"
+    assert advise(**REFUSED, symptom="spikes").triage[1].command == "ampwise bench train.py:make --precisions fp32,fp16"
     assert "Policy" not in advise(gpu="p100-sxm2", want="bf16", symptom="nan").triage[-1].tells
 
 

@@ -74,7 +74,7 @@ UNDER_PRESSURE = [
         says=(
             r"First \(the loss is NaN or inf\):",
             r"1\. ampwise check train\.py",
-            r"replay capsules/step-\d+ --build train.py:make --precision fp32",
+            r"replay capsules/step-\d+ train.py:make --precision fp32",
             r"finite again at a lower\s+scale, that is normal",
             r"NaN there,? too",
         ),
@@ -93,7 +93,7 @@ UNDER_PRESSURE = [
             r"including_emulation=False",
             r"GradScaler",
             r"newer is not better",
-            r"bench train:make --precisions fp32,fp16,bf16",
+            r"bench train.py:make --precisions fp32,fp16,bf16",
         ),
     ),
     case(
@@ -704,9 +704,9 @@ SEEN = [
         gpu=A100,
         symptom="slow",
         says=(
-            r"1\. ampwise bench train:make --precisions fp32,bf16",
+            r"1\. ampwise bench train.py:make --precisions fp32,bf16",
             r"AMP504",
-            r"ampwise align train:make",
+            r"ampwise align train.py:make",
             r"below 1\.1\s+stay",
             r"larger batch",
         ),

@@ -317,7 +317,7 @@ def test_sizes_that_make_no_sense(text):
         ({"gpu": "h200", "scaling": "manual:x"}, BadInput, r"expected a factor above zero"),
         ({"gpu": "h200", "measured": float("nan")}, BadInput, r"measured speedup nan: expected a number such as 1\.8"),
         ({"gpu": "h200", "measured": -1.0}, BadInput, r"measured speedup -1"),
-        ({"gpu": "h200", "params": True}, BadInput, r"params 'True': expected a number of parameters"),
+        ({"gpu": "h200", "params": True}, BadInput, r"--params True: expected a number of parameters"),
     ],
 )
 def test_questions_that_make_no_sense(told, error, message):

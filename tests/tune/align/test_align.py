@@ -237,7 +237,7 @@ def test_a_step_that_fails_says_where():
         model = nn.Linear(13, 21)
         return model, torch.ones(2, 12), lambda x: model(x).sum()
 
-    with pytest.raises(BadInput, match=r"make: the training step failed: RuntimeError: .*cannot be multiplied"):
+    with pytest.raises(BadInput, match=r"make: the batch .* does not fit the loss function: .*cannot be multiplied"):
         found(make)
 
 

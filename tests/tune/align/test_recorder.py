@@ -21,7 +21,7 @@ def seen(model, step, precision="fp32"):
     recorder = MatmulRecorder(model, precision)
     with recorder.recording():
         step()
-    return StepMatmuls(subject="test", precision=precision, device="cpu", products=recorder.products)
+    return StepMatmuls(name="test", precision=precision, device="cpu", products=recorder.products)
 
 
 def layers(products):

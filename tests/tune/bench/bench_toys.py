@@ -115,7 +115,7 @@ def split(on_device=True, busy=1.0, launches=100, **seconds):
 def speeds(*rows, **parts):
     base = row("fp32", 1.0)
     usual = {
-        "subject": "train:make",
+        "name": "train:make",
         "command": "ampwise bench train:make",
         "device": "cuda",
         "device_name": "NVIDIA H200",

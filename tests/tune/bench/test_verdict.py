@@ -114,7 +114,7 @@ def test_without_fp32_there_is_no_verdict():
 
 
 def _parts(made):
-    return {name: getattr(made, name) for name in ("subject", "command", "device", "device_name")}
+    return {name: getattr(made, name) for name in ("name", "command", "device", "device_name")}
 
 
 def test_one_given_up_says_how_slow_it_was():

@@ -85,7 +85,7 @@ def test_what_does_not_fit_beside_the_other_side_is_left_to_a_second_round():
         parse_side("fp32"),
         parse_side("tf32"),
         options,
-        subject="x",
+        name="x",
     )
     assert said.count("b (tf32), forward and backward") == 2
     assert all(row.gradients for row in result.rows)

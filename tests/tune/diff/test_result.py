@@ -65,8 +65,8 @@ def test_text_of_what_is_not_explained(broken):
 def test_text_of_what_is_explained(healthy):
     text = str(healthy)
     assert text.startswith("bf16 against fp32: rounding explains everything; modules are up to ")
-    assert "Modules, the worst 15 of 21 (--all shows all)" in text
-    assert "Gradients of parameters, the worst 15 of 40 (--all shows all)" in text
+    assert "Modules, the worst 15 of 21 (-v shows all)" in text
+    assert "Gradients of parameters, the worst 15 of 40 (-v shows all)" in text
     assert re.search(r"Forward, along the calls: 0\.\d+% at the first of 20 modules that differ", text)
     assert re.search(r"Backward, from the loss: .* per module\.", " ".join(text.split()))
     assert healthy.explained
@@ -136,7 +136,7 @@ def test_a_page_needs_nothing_else(broken):
     assert "Content-Security-Policy" in page
     assert not re.search(r"(src|href)=\"(http|//)", page)
     assert 'id="depth-charts"' in page
-    assert "self.one(x) - self.two(x)" in page  # the line, in the card of the finding
+    assert "self.one(x) - self.two(x)" in re.sub(r"</?b[^>]*>", "", page)  # the line, in the card of the finding
     assert page == broken.page()
 
 

@@ -110,7 +110,7 @@ def difference(floor):
     batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     options = DiffOptions(floor=floor, progress=said.append)
     sides = parse_side("fp32"), parse_side("e4m3")
-    result = compare_sides(lambda x: model(x).square().mean(), (batch,), {}, {"": model}, *sides, options, subject="x")
+    result = compare_sides(lambda x: model(x).square().mean(), (batch,), {}, {"": model}, *sides, options, name="x")
     return result.as_dict(), [text for text in said if text.endswith("forward and backward")]
 
 

@@ -195,7 +195,7 @@ def test_code_that_asks_for_values_is_reported_where(function, operation):
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({}, BadInput, "no model given: name a function such as train:make, or give sizes such as --params 7B."),
+        ({}, BadInput, "no model given: name your function, train.py:make, or give sizes such as --params 7B."),
         (
             {"what": make, "params": "7B"},
             BadInput,
@@ -230,7 +230,7 @@ def test_code_that_asks_for_values_is_reported_where(function, operation):
         ({"params": "0"}, BadInput, "--params 0: expected a number of parameters"),
         ({"layers": 2, "hidden": 100, "heads": 3}, BadInput, "not divisible by the number of heads"),
         ({"what": "nonesuch:make"}, BadInput, "nonesuch cannot be loaded"),
-        ({"what": "make"}, BadInput, "expected module:function or file.py:function"),
+        ({"what": "make"}, BadInput, "expected train.py:make or train:make"),
         (
             {"what": nn.Linear},
             BadInput,

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ampwise import Engine, UnknownName, make_optimizer, memory
+from ampwise import Engine, make_optimizer, memory
+from ampwise.errors import UnknownName
 from ampwise.train.low_bit.optimizers import TORCHAO_OPTIMIZERS
 from ampwise.tune.memory.allocation_log import COMPENSATION, GRADIENTS, PARAMETERS, STATE
 

@@ -144,7 +144,7 @@ def test_a_file_holds_all_of_it(mixed, tmp_path):
         ("[1]", "is not marked as"),
         ("{", "not a file of ampwise search"),
         ('{"what": "a policy of ampwise search", "version": 99}', "version 1"),
-        ('{"what": "a policy of ampwise search", "version": 1}', "subject"),
+        ('{"what": "a policy of ampwise search", "version": 1}', "name"),
     ],
 )
 def test_another_file_is_refused(tmp_path, text, said):
@@ -188,7 +188,7 @@ def test_a_place_that_cannot_be_written_to(mixed, tmp_path):
 def test_as_text_and_html_nothing_of_the_users_is_markup(mixed):
     _, _, found = mixed
     bad = dataclasses.replace(found.ranking[0], name="<b>[red]\x1b[2J", narrower="e4m3", reasons=("<script>",))
-    found = dataclasses.replace(found, subject="<img>\x07", ranking=(bad, *found.ranking[1:]))
+    found = dataclasses.replace(found, name="<img>\x07", ranking=(bad, *found.ranking[1:]))
     shown = str(found)
     assert "\x1b" not in shown
     assert "\x07" not in shown

@@ -67,8 +67,9 @@ class Count(int):
 class Census:
     """Counts of a tensor's values by power of two. ``+`` merges; scaling by ``2**k`` shifts.
 
-    ``amax`` and ``amin`` are the largest and smallest finite magnitudes above zero (0.0 if there are none), and
-    ``sum_squares`` is over the finite values. Equality compares the counts and the extremes, which are exact;
+    ``binades`` are the counts by exponent; ``zeros``, ``infs`` and ``nans`` those of the other values. ``amax`` and
+    ``amin`` are the largest and smallest finite magnitudes above zero (0.0 if there are none), and ``sum_squares`` is
+    over the finite values. Equality compares the counts and the extremes, which are exact;
     not the sum of squares, whose last bits depend on the order of summation.
 
     >>> gradients = Census(binades={-30: 5, -20: 90, -3: 4}, zeros=1, amax=0.2, amin=2**-29.5)
@@ -89,6 +90,12 @@ class Census:
     def __post_init__(self) -> None:
         if not 0.0 <= self.amin <= self.amax < math.inf:
             raise BadInput(f"Census(amin={self.amin}, amax={self.amax}): expected finite numbers, 0 <= amin <= amax.")
+
+    def __repr__(self) -> str:
+        counts = {"zero": self.zeros, "inf": self.infs, "NaN": self.nans}
+        special = "".join(f", {count:,} {what}" for what, count in counts.items() if count)
+        between = f", magnitudes from {self.amin:.3g} to {self.amax:.3g}" if self.nonzeros else ""
+        return f"<Census of {self.count:,} values{special}{between}>"
 
     def __hash__(self) -> int:
         return hash((tuple(sorted(self.binades.items())), self.zeros, self.infs, self.nans, self.amax, self.amin))
@@ -248,7 +255,17 @@ class Census:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Census:
-        """Return the census that ``as_dict`` wrote."""
+        """Return the census that ``as_dict`` wrote.
+
+        Args:
+            data: plain data.
+
+        Returns:
+            the census.
+
+        Raises:
+            BadInput: the data is not that of a census.
+        """
         try:
             census = cls(
                 binades={int(e): _whole(count) for e, count in dict(data["binades"]).items() if count},
@@ -275,7 +292,17 @@ class Census:
 
     @classmethod
     def from_json(cls, text: str) -> Census:
-        """Return the census that ``to_json`` wrote."""
+        """Return the census that ``to_json`` wrote.
+
+        Args:
+            text: JSON.
+
+        Returns:
+            the census.
+
+        Raises:
+            BadInput: the text is not that of a census.
+        """
         try:
             data = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:

@@ -18,7 +18,11 @@ class DeviceCensus(Mapping[str, Census]):
         self._fetched: dict[str, Census] | None = None
 
     def fetch(self) -> dict[str, Census]:
-        """Copy the results to the host, which syncs with the device; later calls are free."""
+        """Copy the results to the host, which syncs with the device; later calls are free.
+
+        Returns:
+            the censuses by name.
+        """
         if self._fetched is None:
             read: dict[str, Census] = {}
             for part in self._parts:
@@ -32,7 +36,14 @@ class DeviceCensus(Mapping[str, Census]):
         return sum(self.fetch().values(), Census())
 
     def grouped(self, group_of: Callable[[str], str]) -> dict[str, Census]:
-        """Return censuses merged by group, in order of appearance; per layer, for instance: ``name.split(".")[1]``."""
+        """Return censuses merged by group, in order of appearance; per layer, for instance: ``name.split(".")[1]``.
+
+        Args:
+            group_of: returns the group of a name.
+
+        Returns:
+            the censuses by group.
+        """
         groups: dict[str, Census] = {}
         for name, census in self.fetch().items():
             groups[group_of(name)] = groups.get(group_of(name), Census()) + census

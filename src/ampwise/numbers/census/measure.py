@@ -32,6 +32,15 @@ def census(tensors: Tensor | Mapping[str, Tensor]) -> Census | DeviceCensus:
     read. A single tensor returns its Census at once, which on CUDA syncs with the device. Takes FP64, FP32, BF16, FP16
     and FP8 with any strides; of a DTensor, the local shard.
 
+    Args:
+        tensors: a tensor, or tensors by name.
+
+    Returns:
+        a ``Census`` of one tensor; of several, a ``DeviceCensus``, a mapping from their names.
+
+    Raises:
+        UnsupportedTensor: not a floating-point tensor.
+
     >>> counts = census(torch.tensor([1.0, -3.0, 0.0, 1e-8]))
     >>> counts.zeros, counts.amax, counts.flushed("fp16")
     (1, 3.0, Count(1))

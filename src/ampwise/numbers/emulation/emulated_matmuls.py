@@ -7,7 +7,6 @@ over, as in hardware with block formats. A matmul of the backward pass uses the 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache
@@ -22,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
+from ampwise.finding.log import log
 from ampwise.numbers.emulation.eager_mode import run_eagerly
 from ampwise.numbers.emulation.node_recipes import NodeRecipes, checkpoint_depth, in_backward
 from ampwise.numbers.emulation.recipe import EmulationRecipe
@@ -163,10 +163,11 @@ class _Products(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if (name in NOT_EMULATED or name in OF_NESTED_TENSORS) and name not in self._told:
             self._told.add(name)
-            warnings.warn(
-                f"ampwise: {name} is not emulated: torch runs it as one operation, and its matmuls cannot be "
-                "intercepted. It runs in its own precision.",
-                stacklevel=2,
+            log(
+                "warning",
+                "{} is not emulated: torch runs it as one operation, and its matmuls cannot be intercepted. It runs in "
+                "its own precision.",
+                name,
             )
 
     def _gradient_among(self, operands: Sequence[Tensor]) -> tuple[bool, ...]:

@@ -48,6 +48,21 @@ def cast(
     except for E4M3, where torch 2.13 saturates like ``saturate=True``, and for zero and negatives in E8M0, which
     has neither: NaN here.
 
+    Args:
+        tensor: FP64, FP32, BF16 or FP16 values.
+        fmt: a format, its name, or a torch dtype.
+        rounding: ``"nearest"`` or ``"stochastic"``.
+        saturate: values beyond the maximum become the maximum.
+        dim: the dimension along which a block format's blocks lie.
+        generator: random numbers for ``stochastic``.
+
+    Returns:
+        a new tensor of the same shape and dtype, detached.
+
+    Raises:
+        UnknownName: no such format.
+        UnsupportedTensor: a dtype that cannot be rounded.
+
     >>> cast(torch.tensor([1e-8, 0.1, 70000.0]), "fp16")
     tensor([0.0000, 0.1000,    inf])
     >>> cast(torch.tensor([3.3, 1000.0]), "e4m3fn", saturate=True)

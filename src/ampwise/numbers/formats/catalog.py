@@ -130,6 +130,15 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
 def find_format(name: str | Format | BlockFormat | Any) -> Format | BlockFormat:
     """Return the format of that name; accepts aliases, torch dtypes and formats themselves.
 
+    Args:
+        name: a name or alias, a torch dtype, or a format, which is returned.
+
+    Returns:
+        the format.
+
+    Raises:
+        UnknownName: no such format; the message names similar ones.
+
     >>> find_format("half").name, find_format("BFloat16").name, find_format("torch.float8_e4m3fn").name
     ('fp16', 'bf16', 'e4m3fn')
     """

@@ -47,6 +47,10 @@ class Format:
     since: str = ""  # the hardware that first multiplied matrices in it
     training: str = ""  # what it means for training, in one sentence
 
+    def __repr__(self) -> str:
+        bits = f"{self.exponent_bits} exponent and {self.mantissa_bits} mantissa bits"
+        return f"<Format {self.name}: {bits}, max {self.max:.6g}, smallest {self.smallest:.3g}>"
+
     @property
     def bits(self) -> int:
         """Bits that carry information."""
@@ -171,6 +175,10 @@ class BlockFormat:
     aliases: tuple[str, ...] = ()
     since: str = ""
     training: str = ""
+
+    def __repr__(self) -> str:
+        scale = f"{self.scale.name} scale{' and an fp32 scale per tensor' if self.tensor_scale else ''}"
+        return f"<BlockFormat {self.name}: blocks of {self.block_size} × {self.element.name} with one {scale}>"
 
     @property
     def bits_per_value(self) -> float:

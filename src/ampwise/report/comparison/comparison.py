@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ampwise.finding.strict_json import SCHEMA_VERSION
+from ampwise.finding.terminal import shortened
 from ampwise.report.comparison.matches import (
     STATUSES,
     ComparedFinding,
@@ -25,9 +27,8 @@ from ampwise.report.run_facts import environment, mapping, settings, steps_of
 from ampwise.report.verdict import UNKNOWN, ending
 from ampwise.runs.reader import Run
 
-__all__ = ["VERSION", "Comparison", "SetupDifference"]
+__all__ = ["Comparison", "SetupDifference"]
 
-VERSION = 1
 # The numbers that decide between better and worse. The time per step is not among them: a busy machine changes it.
 LOSSES = ("loss_at_end", "losses_not_finite")
 VERSIONS = ("torch", "cuda", "ampwise", "python")
@@ -65,6 +66,9 @@ class Comparison:
     statuses: tuple[str, str] = ("finished", "finished")
     endings: tuple[str, str] = ("", "")  # "failed after 3 steps"; empty for a run that ended well
     findings_known: tuple[bool, bool] = (True, True)  # if not, no finding is called new or gone
+
+    def __repr__(self) -> str:
+        return shortened(f"<Comparison of {self.before} with {self.after}: {self.verdict}>")
 
     @classmethod
     def of(cls, before: Run, after: Run) -> Comparison:
@@ -174,7 +178,7 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON; ``strict_json`` converts numbers that are not finite."""
         return {
-            "version": VERSION,
+            "version": SCHEMA_VERSION,
             "verdict": self.verdict,
             "mood": self.mood,
             "before": self.before,

@@ -6,7 +6,7 @@ from ampwise.finding.terminal import paint, printable
 from ampwise.report.comparison.comparison import Comparison
 from ampwise.report.comparison.matches import ComparedFinding
 from ampwise.report.formatting import format_percent
-from ampwise.report.text_layout import GAP, INDENT, NARROWEST, more_line, text_table, wrap_text
+from ampwise.report.text_layout import GAP, INDENT, NARROWEST, more_line, place_text, text_table, wrap_text
 
 __all__ = ["STYLES", "TITLES", "comparison_text", "how_often", "sentence"]
 
@@ -71,10 +71,10 @@ def _findings(compared: Comparison, status: str, colour: bool, width: int) -> st
     lines = []
     for one in found[:MOST_FINDINGS]:
         finding = one.seen.finding
-        head = f"{finding.severity}[{finding.rule.code}]"
+        head = f"{finding.severity.word}[{finding.rule.code}]"
         text = wrap_text(f"{head} {finding.rule.name}: {finding.message}", width, INDENT, 2)
         lines.append(text.replace(head, paint(head, finding.severity, colour), 1))
-        details = [str(finding.place) if finding.place.as_dict() else "", how_often(one)]
+        details = [place_text(finding.place), how_often(one)]
         if any(details):
             lines.append(wrap_text(", ".join(part for part in details if part), width, INDENT * 2, 2))
     heading = paint(f"{title} ({len(found):,})", style, colour)

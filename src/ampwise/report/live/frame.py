@@ -122,7 +122,7 @@ def _findings_and_events(now: RunState, paper: TerminalSize) -> list[Text]:
         finding = seen.finding
         where = f" {finding.place}" if finding.place.as_dict() else ""
         often = f" ×{seen.count:,}" if seen.count > 1 else ""
-        head = (f"{finding.severity}[{finding.rule.code}]", str(finding.severity))
+        head = (f"{finding.severity.word}[{finding.rule.code}]", str(finding.severity))
         lines.append(paper.joined(head, (f"{where}{often}", "bold"), (f"  {' '.join(finding.message.split())}", "")))
     last = {event.name: event for event in now.events}  # of each kind, the newest first
     for event in sorted(last.values(), key=lambda event: event.step or 0, reverse=True):

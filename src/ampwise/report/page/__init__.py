@@ -6,7 +6,7 @@ from typing import Any
 
 from ampwise.report.layers import layers_of
 from ampwise.report.page.charts import chart_data, curves, curves_of
-from ampwise.report.page.run_view import comparison_view, run_view
+from ampwise.report.page.run_view import comparison_view, markers, run_view
 from ampwise.report.page.templates import GENERATOR_MARK, finalize, render_template, shared_variables, template
 from ampwise.runs.reader import Run
 
@@ -18,7 +18,8 @@ SCRIPTS = ("numbers.js", "charts.js", "heat.js", "layers.js", "page.js")
 def page(run: Run, *, live: bool = False, every: float = 2.0) -> str:
     """Return the whole file. live: it polls its server for updates, every ``every`` seconds."""
     layers = layers_of(run)
-    shown, drawn = run_view(run, layers), chart_data(run, layers)
+    shown = run_view(run, layers)
+    drawn = chart_data(run, layers) | {"markers": markers(shown["cards"])}
     return render_template("page.html", shown, drawn, scripts=SCRIPTS, live=every if live else 0)
 
 
@@ -28,13 +29,14 @@ def update(run: Run) -> dict[str, Any]:
     shown = run_view(run, layers)
     page = template("page.html")
     context = page.new_context(shown | shared_variables())
-    parts = {name: "".join(block(context)) for name, block in page.blocks.items() if name != "main"}
-    return {"title": finalize(shown["title"]), "parts": parts, "data": chart_data(run, layers)}
+    parts = {name: "".join(block(context)) for name, block in page.blocks.items() if name not in ("main", "mark")}
+    drawn = chart_data(run, layers) | {"markers": markers(shown["cards"])}
+    return {"title": finalize(shown["title"]), "state": shown["state"], "parts": parts, "data": drawn}
 
 
 def comparison_page(before: Run, after: Run) -> str:
     """Return the page that compares two runs, with the curves of both in the same charts."""
-    drawn = curves_of([*curves(before, "before"), *curves(after, "after")])
+    drawn = curves_of([*curves(before, "before"), *curves(after, "after")]) | {"markers": []}
     return render_template("comparison.html", comparison_view(before, after), drawn, scripts=SCRIPTS)
 
 

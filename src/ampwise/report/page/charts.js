@@ -1,17 +1,17 @@
 // Curves over the steps: one chart per metric, zoomed together.
 
 const METRICS = [
-  { name: 'loss', title: 'Loss', log: 10 },
-  { name: 'scale', title: 'Loss scale', log: 2, always: true, skips: true },
-  { name: 'norm', title: 'Norm of the gradients', log: 10, skips: true },
-  { name: 'skip_rate', title: 'Skipped', share: true },
-  { name: 'lr', title: 'Learning rate', log: 10 },
+  { name: 'loss', title: 'Loss', axis: 'loss', log: 10, always_drawn: true },
+  { name: 'scale', title: 'Loss scale', axis: 'loss scale', log: 2, always: true, skips: true },
+  { name: 'norm', title: 'Gradient norm', axis: 'norm, unscaled', log: 10, skips: true },
+  { name: 'skip_rate', title: 'Skipped', axis: 'share of steps', share: true },
+  { name: 'lr', title: 'Learning rate', axis: 'rate', log: 10 },
 ];
-const HEIGHT = 190;
+const HEIGHT = 212;
 const FEWEST_STEPS = 2; // smallest range to zoom to
 const INCREMENTS = [0.1, 0.2, 0.5, 1, 2, 4, 5, 8, 10, 20, 50, 100, 200]; // of logarithmic axes
 
-const charts = { plots: [], from: null, to: null, low: 0, last: 1, high: 1, apart: false, listeners: [] };
+const charts = { plots: [], markers: [], from: null, to: null, low: 0, last: 1, high: 1, apart: false, listeners: [] };
 
 // The values of a metric in one line, as { mean, low, high, bad }; a rate has no extremes.
 function measured(line, metric) {
@@ -64,6 +64,34 @@ function ticks(metric, log) {
   });
 }
 
+// A line where a finding first occurred, in the colour of its severity, with the number of its card.
+function findingMarks(plot) {
+  const { ctx, bbox } = plot, ratio = devicePixelRatio, size = 14 * ratio;
+  const taken = [];
+  ctx.save();
+  ctx.font = `600 ${11 * ratio}px system-ui, sans-serif`;
+  ctx.textAlign = 'center';
+  ctx.textBaseline = 'middle';
+  for (const marker of charts.markers) {
+    const x = Math.round(plot.valToPos(Math.max(marker.step, charts.low), 'x', true));
+    if (x < bbox.left - 1 || x > bbox.left + bbox.width + 1) continue;
+    ctx.fillStyle = ctx.strokeStyle = colour(`--${marker.severity}`);
+    ctx.setLineDash([3 * ratio, 3 * ratio]);
+    ctx.lineWidth = ratio;
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+    let left = Math.min(x, bbox.left + bbox.width - size);
+    while (taken.some((other) => Math.abs(other - left) < size + ratio)) left += size + ratio; // beside an earlier flag
+    taken.push(left);
+    ctx.fillRect(left, bbox.top - size, size, size);
+    ctx.fillStyle = colour('--card');
+    ctx.fillText(String(marker.number), left + size / 2, bbox.top - size / 2 + ratio);
+  }
+  ctx.restore();
+}
+
 // Short marks at the bottom for skipped steps, at the top for values that are inf or NaN.
 function marks(lines, metric) {
   return (plot) => {
@@ -78,8 +106,8 @@ function marks(lines, metric) {
     };
     for (const line of lines) {
       const own = (shade) => (line.run ? tint(line, 100) : colour(shade)); // two runs have different colours
-      if (metric.skips) line.skipped.forEach((skipped, at) => skipped && draw(line, at, false, own('--warning')));
-      for (const at of Object.keys(measured(line, metric).bad)) draw(line, Number(at), true, own('--error'));
+      if (metric.skips) line.skipped.forEach((skipped, at) => skipped && draw(line, at, false, own('--soft')));
+      for (const at of Object.keys(measured(line, metric).bad)) draw(line, Number(at), true, own('--ink'));
     }
   };
 }
@@ -114,7 +142,8 @@ function rangeOf(metric, log, low, high) {
   if (metric.share) return [0, Math.max(high, 0.01)];
   const margin = (high - low) * 0.06;
   if (log) return [low - (margin || 1), high + (margin || 1)];
-  return uPlot.rangeNum(low, high, 0.06, true);
+  if (low === high) return uPlot.rangeNum(low, high, 0.06, true);
+  return [low >= 0 ? Math.max(0, low - margin) : low - margin, high + margin];
 }
 
 function plotted(box, lines, metric, log, readout) {
@@ -125,11 +154,12 @@ function plotted(box, lines, metric, log, readout) {
     legend: { show: false },
     cursor: { sync: { key: 'steps', scales: ['x', null] }, drag: { x: true, y: false }, points: { size: 6 } },
     scales: { x: { time: false, range: (plot, low, high) => [low, high] }, y: { range: (plot, low, high) => rangeOf(metric, log, low, high) } },
-    axes: [{ ...axis, size: 26, values: (plot, splits) => splits.map((step) => (Number.isInteger(step) ? step.toLocaleString('en-US') : '')) }, { ...axis, size: 58, incrs: log ? INCREMENTS.filter((each) => each >= 1 || log > 2) : undefined, values: ticks(metric, log) }],
+    padding: [charts.markers.length ? 16 : 8, 12, 0, 0],
+    axes: [{ ...axis, size: 24, label: 'step', labelSize: 16, labelGap: 0, labelFont: axis.font, values: (plot, splits) => splits.map((step) => (Number.isInteger(step) ? step.toLocaleString('en-US') : '')) }, { ...axis, size: 52, label: `${metric.axis}${log ? ', log scale' : ''}`, labelSize: 16, labelGap: 2, labelFont: axis.font, incrs: log ? INCREMENTS.filter((each) => each >= 1 || log > 2) : undefined, values: ticks(metric, log) }],
     series: [{}, ...seriesOf(lines)],
     bands: bandsOf(lines),
     hooks: {
-      draw: [marks(lines, metric)],
+      draw: [marks(lines, metric), findingMarks],
       setCursor: [(plot) => readout(plot.cursor.idx)],
       setScale: [(plot, key) => key === 'x' && zoomed(plot.scales.x.min, plot.scales.x.max)],
     },
@@ -173,11 +203,12 @@ function figureOf(lines, metric, several) {
   const caption = made('figcaption');
   caption.append(made('b', metric.title));
   if (several) for (const line of lines) caption.append(made('span', line.name, { class: `key line${line.colour}` }));
-  if (metric.skips && lines.some((line) => line.skipped.some(Boolean))) caption.append(made('span', 'skipped (at the foot)', { class: 'key skip' }));
-  if (lines.some((line) => Object.keys(measured(line, metric).bad).length)) caption.append(made('span', 'inf or NaN (at the top)', { class: 'key bad' }));
+  if (metric.skips && lines.some((line) => line.skipped.some(Boolean))) caption.append(made('span', 'skipped step', { class: 'key skip' }));
+  if (lines.some((line) => Object.keys(measured(line, metric).bad).length)) caption.append(made('span', 'inf or NaN', { class: 'key bad' }));
   const readout = made('p', '', { class: 'readout soft' });
   const box = made('div', '', { class: 'plot' });
-  figure.append(caption, box, readout);
+  caption.append(readout);
+  figure.append(caption, box);
   return { figure, box, readout };
 }
 
@@ -256,14 +287,18 @@ function setRange(from, to) {
 }
 
 // Redraw everything, at first and after each change of data or colours; range and focus are kept.
-function drawCharts(lines, titles) {
+function drawCharts(lines, titles, markers = []) {
   const chosen = charts.from !== null && (charts.from > charts.low || charts.to < charts.high) ? [charts.from, charts.to] : null;
   const focused = document.activeElement?.dataset.metric;
   const walked = charts.plots.find((plot) => plot.root.closest('figure') === document.activeElement)?.cursor.left;
   for (const plot of charts.plots) plot.destroy();
   one('#charts').replaceChildren();
   measure(lines);
-  const worth = METRICS.filter((metric) => isWorthIt(lines, metric));
+  charts.markers = markers;
+  fillMarkers();
+  const known = METRICS.filter((metric) => isKnown(lines, metric));
+  const worth = known.filter((metric) => isWorthIt(lines, metric));
+  tellConstants(lines, known.filter((metric) => !worth.includes(metric)));
   const made = worth.map((metric) => ({ metric, having: lines.filter((line) => measured(line, metric)) })).map(({ metric, having }) =>
     ({ metric, having, parts: figureOf(having, { ...metric, title: titles[metric.name] || metric.title }, lines.length > 1) }));
   one('#charts').append(...made.map(({ parts }) => parts.figure)); // all of them, before reading any width
@@ -280,9 +315,42 @@ function measure(lines) {
   Object.assign(charts, { plots: [], from: null, to: null, low, last, high: Math.max(last, low + 1), apart: new Set(ends).size > 1 && !lines.some((line) => line.run) });
 }
 
-function isWorthIt(lines, metric) {
+function isKnown(lines, metric) {
   if (metric.share) return lines.some((line) => line[metric.name].some(Boolean));
   return lines.some((line) => measured(line, metric));
+}
+
+// A number that never changes takes a sentence, not a chart.
+function constantOf(line, metric) {
+  const found = measured(line, metric);
+  if (metric.share || !found || Object.keys(found.bad).length || (metric.skips && line.skipped.some(Boolean))) return null;
+  const values = new Set([...ends(found.low || found.mean), ...ends(found.mean), ...ends(found.high || found.mean)]);
+  return values.size === 1 && found.mean.length > 2 ? [...values][0] : null;
+}
+
+function isWorthIt(lines, metric) {
+  return metric.always_drawn || lines.some((line) => measured(line, metric) && constantOf(line, metric) === null);
+}
+
+function tellConstants(lines, metrics) {
+  const sentences = metrics.map((metric) => {
+    const values = lines.filter((line) => measured(line, metric)).map((line) => [line.name, written(constantOf(line, metric), metric, 0)]);
+    const same = new Set(values.map(([, value]) => value)).size === 1;
+    return `${metric.title}: ${same ? values[0][1] : values.map(([name, value]) => `${value} (${name})`).join(', ')} at every step.`;
+  });
+  one('#constant').hidden = !sentences.length;
+  one('#constant').textContent = sentences.join(' ');
+}
+
+// What the numbers on the charts are.
+function fillMarkers() {
+  one('#markers').hidden = !charts.markers.length;
+  one('#markers').replaceChildren(...charts.markers.map((marker) => {
+    const item = made('li'), link = made('a', `${marker.name}, from step ${marker.step.toLocaleString('en-US')}`, { href: `#${marker.id}` });
+    link.prepend(made('span', marker.number, { class: `flag ${marker.severity}` }));
+    item.append(link);
+    return item;
+  }));
 }
 
 function restoreFocus(metric, walked) {

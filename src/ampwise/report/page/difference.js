@@ -29,7 +29,7 @@ function summed(pass) {
 function flags(pass) {
   return (plot) => {
     const { ctx, bbox } = plot, dot = 4 * devicePixelRatio;
-    ctx.fillStyle = colour('--error');
+    ctx.fillStyle = colour('--lost');
     for (const at of pass.beyond) {
       if (pass.errors[at] === null || pass.errors[at] < LOWEST) continue;
       ctx.beginPath();
@@ -48,12 +48,13 @@ function chartOf(pass, box, readout) {
   return new uPlot({
     width: Math.max(box.clientWidth, 200),
     height: TALL,
+    padding: [8, 12, 0, 0],
     legend: { show: false },
     cursor: { sync: { key: 'modules', scales: ['x', null] }, drag: { x: true, y: false }, points: { size: 7 } },
     scales: { x: { time: false, range: (plot, from, to) => [from - 0.5, to + 0.5] }, y: { range: () => [low - 0.3, high + 0.3] } },
     axes: [
-      { ...axis, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000], values: (plot, splits) => splits.map((at) => (Number.isInteger(at) ? String(at + 1) : '')) },
-      { ...axis, size: 62, incrs: [0.1, 0.2, 0.5, 1, 2, 4, 8], values: (plot, splits) => splits.map((value) => worded(10 ** value)) },
+      { ...axis, size: 24, label: 'module, in the order of calls', labelSize: 16, labelGap: 0, labelFont: axis.font, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000], values: (plot, splits) => splits.map((at) => (Number.isInteger(at) ? String(at + 1) : '')) },
+      { ...axis, size: 54, label: 'relative error, log scale', labelSize: 16, labelGap: 2, labelFont: axis.font, incrs: [0.1, 0.2, 0.5, 1, 2, 4, 8], values: (plot, splits) => splits.map((value) => worded(10 ** value)) },
     ],
     series: [
       {},
@@ -78,10 +79,11 @@ function walked(event, plot, readout) {
 function figureFor(pass) {
   const figure = made('figure', '', { class: 'chart', tabindex: '0', role: 'group', 'aria-label': `${pass.title}: ${summed(pass)}` });
   const caption = made('figcaption');
-  caption.append(made('b', pass.title), made('span', 'error', { class: `key ${pass.key}` }), made('span', 'explained, at most (dashed)', { class: 'key' }));
-  if (pass.beyond.length) caption.append(made('span', 'beyond', { class: 'key bad' }));
+  caption.append(made('b', pass.title), made('span', 'error', { class: `key ${pass.key}` }), made('span', `dashed: ${drawn.data.limit}× rounding`));
+  if (pass.beyond.length) caption.append(made('span', 'beyond', { class: 'key beyond' }));
   const box = made('div', '', { class: 'plot' }), readout = made('p', '', { class: 'readout soft' });
-  figure.append(caption, box, readout);
+  caption.append(readout);
+  figure.append(caption, box);
   return { figure, box, readout };
 }
 
@@ -105,12 +107,6 @@ function fitAll() {
   }
 }
 
-// A link to a folded rule opens it.
-function unfold() {
-  const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
-  if (target && target.tagName === 'DETAILS') target.open = true;
-}
-
 unpacked(one('#data').textContent).then((data) => {
   one('#no-charts').remove();
   drawn.data = data;
@@ -119,7 +115,6 @@ unpacked(one('#data').textContent).then((data) => {
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', drawAll);
   addEventListener('beforeprint', () => { document.documentElement.dataset.paper = ''; drawAll(); });
   addEventListener('afterprint', () => { delete document.documentElement.dataset.paper; drawAll(); });
-  addEventListener('hashchange', unfold);
-  unfold();
   document.documentElement.dataset.ready = '';
+  markSection();
 });

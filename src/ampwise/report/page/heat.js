@@ -49,8 +49,8 @@ function columnsInSight(map) {
 function geometry() {
   const canvas = one('#heat-map'), rows = heat.map.rows.length;
   const width = Math.max(canvas.parentElement.clientWidth, 240);
-  const tall = Math.min(16, Math.max(2, Math.floor(480 / rows)));
-  const left = tall >= 11 ? Math.min(LABELS, Math.floor(width * 0.35)) : 0;
+  const tall = Math.min(16, Math.max(2, Math.floor((rows > 40 ? 480 : 560) / rows)));
+  const left = tall >= 11 ? Math.min(LABELS, Math.floor(width * 0.42)) : 0;
   return { canvas, rows, width, tall, left, height: rows * tall + FOOT };
 }
 
@@ -116,8 +116,10 @@ function numberSteps(pen, x, left, width, height) {
   }
 }
 
-// A long name, shortened in the middle.
-function fitted(pen, name, width) {
+// A long name, shortened: first its usual ends, then in the middle.
+function fitted(pen, whole, width) {
+  if (pen.measureText(whole).width <= width) return whole;
+  const name = whole.replace(/\.weight$/, '.w').replace(/\.bias$/, '.b');
   if (pen.measureText(name).width <= width) return name;
   let kept = name.length - 1;
   const cut = () => name.slice(0, Math.floor(kept / 2)) + '…' + name.slice(name.length - Math.ceil(kept / 2));

@@ -2,7 +2,7 @@
 
 const FATES = ['lost', 'subnormal', 'normal', 'overflow'];
 const layers = { list: [], formats: [], chosen: 0, format: 'fp16', k: 0, runs: 0 };
-const BARS = { width: 900, height: 190, strip: 15, left: 46, right: 8, top: 8 };
+const BARS = { width: 900, height: 170, strip: 16, left: 48, right: 8, top: 14, foot: 36 };
 
 const formatOf = (name) => layers.formats.find((format) => format.name === name);
 const counted = ([low, high], total) => [...new Set([percent(low / total), percent(high / total)])].join(' to ');
@@ -20,15 +20,24 @@ function bounds() {
   const held = layers.list.filter((layer) => layer.counts.length);
   if (!held.length) return [-24, 0];
   const high = Math.max(...held.map((layer) => layer.lowest + layer.counts.length - 1)) + 3;
-  return [Math.max(Math.min(...held.map((layer) => layer.lowest)) - 3, high - 80), high];
+  // A few tiny values do not stretch the axis: they are in the bar at its end.
+  const starts = held.map((layer) => {
+    const few = nonzeros(layer) * 1e-5;
+    let sum = 0;
+    return layer.lowest + layer.counts.findIndex((count) => (sum += count) > few);
+  });
+  return [Math.max(Math.min(...starts) - 3, high - 80), high];
 }
 
 function drawBars() {
   const picture = one('#bars'), layer = layers.list[layers.chosen], format = formatOf(layers.format);
+  if (!layer) return;
+  BARS.width = Math.max(picture.clientWidth, 240); // a unit is a pixel: text has its size on every screen
   const [low, high] = bounds();
   const wide = (BARS.width - BARS.left - BARS.right) / (high - low + 1);
   const x = (exponent) => BARS.left + (Math.min(Math.max(exponent, low), high + 1) - low) * wide;
-  const tall = BARS.top + BARS.height + 20 + layers.formats.length * (BARS.strip + 3);
+  const tall = BARS.top + BARS.height + BARS.foot + layers.formats.length * (BARS.strip + 3);
+  picture.setAttribute('height', tall);
   picture.setAttribute('viewBox', `0 0 ${BARS.width} ${tall}`);
   picture.setAttribute('aria-label', barWords(layer, format));
   picture.replaceChildren(...barShapes(layer, format, x, wide, low), ...axisShapes(x, low, high), ...layers.formats.map((each, at) => stripShapes(each, at, x, low, high)));
@@ -40,7 +49,10 @@ function barShapes(layer, format, x, wide, low) {
   layer.counts.forEach((count, place) => { const at = Math.max(layer.lowest + place, low); heights[at] = (heights[at] || 0) + count; });
   const size = (count) => (log ? Math.log1p(count) : count);
   const tallest = Math.max(1, ...Object.values(heights).map(size));
-  return Object.entries(heights).filter(([, count]) => count).map(([at, count]) => {
+  const most = Math.max(0, ...Object.values(heights)) / Math.max(1, nonzeros(layer));
+  const axis = [[BARS.top, percent(most)], [BARS.top + BARS.height, '0']].map(([y, words]) => svg('text', { x: BARS.left - 6, y: y + 4, 'text-anchor': 'end' }, words));
+  axis.push(svg('text', { x: BARS.left + 4, y: BARS.top - 2 }, `share of the nonzero values${log ? ', logarithmic' : ''}`));
+  const bars = Object.entries(heights).filter(([, count]) => count).map(([at, count]) => {
     const height = Math.max(1, (BARS.height * size(count)) / tallest);
     const fate = fateOfBinade(Number(at), format, layers.k);
     const bar = svg('rect', { x: x(Number(at)) + 0.5, y: BARS.top + BARS.height - height, width: Math.max(1, wide - 1), height, class: `fate-${fate}` });
@@ -48,19 +60,22 @@ function barShapes(layer, format, x, wide, low) {
     bar.append(svg('title', {}, `${from} ${power(2, Number(at) + 1)}: ${count.toLocaleString('en-US')} values, ${fate}`));
     return bar;
   });
+  return [...axis, ...bars];
 }
 
 function axisShapes(x, low, high) {
   const foot = BARS.top + BARS.height;
-  const every = high - low > 40 ? 8 : 4;
+  const room = (BARS.width - BARS.left - BARS.right) / (high - low + 1); // for one power of two
+  const every = [2, 4, 8, 16, 32].find((each) => each * room >= 36) || 64;
   const shapes = [svg('path', { class: 'axis', d: `M${BARS.left} ${foot}H${BARS.width - BARS.right}` })];
+  shapes.push(svg('text', { x: (BARS.left + BARS.width) / 2, y: foot + 29, 'text-anchor': 'middle' }, BARS.width > 560 ? 'magnitude of the unscaled gradient; below: what each format makes of it' : 'magnitude of the unscaled gradient'));
   for (let at = Math.ceil(low / every) * every; at <= high + 1; at += every) shapes.push(svg('text', { x: x(at), y: foot + 14, 'text-anchor': 'middle' }, power(2, at)));
   return shapes;
 }
 
 // A format's range at this scale: flushed to zero, subnormal, normal, overflow.
 function stripShapes(format, place, x, low, high) {
-  const y = BARS.top + BARS.height + 20 + place * (BARS.strip + 3);
+  const y = BARS.top + BARS.height + BARS.foot + place * (BARS.strip + 3);
   const group = svg('g', { class: format.name === layers.format ? 'chosen' : '' });
   const edges = [low, (format.flush ?? low) - layers.k, format.lowest - layers.k, format.overflow_binade + 1 - layers.k, high + 1];
   group.append(svg('text', { x: BARS.left - 6, y: y + BARS.strip - 4, 'text-anchor': 'end' }, format.label));
@@ -70,7 +85,7 @@ function stripShapes(format, place, x, low, high) {
     const part = svg('rect', { x: from, y, width: to - from, height: BARS.strip, class: `strip edge fate-${fate}` });
     part.append(svg('title', {}, `${format.label}: ${fate}`));
     group.append(part);
-    if (to - from > 60) group.append(svg('text', { x: (from + to) / 2, y: y + BARS.strip - 4, 'text-anchor': 'middle', class: 'in-strip' }, fate));
+    if (to - from > fate.length * 6.5 + 6) group.append(svg('text', { x: (from + to) / 2, y: y + BARS.strip - 4, 'text-anchor': 'middle', class: `in-strip on-${fate}` }, fate));
   });
   return group;
 }
@@ -98,8 +113,7 @@ function fillFates() {
 // The table column that depends on the slider.
 function fillColumn() {
   const format = formatOf(layers.format);
-  const heading = one('[data-fate-heading]');
-  if (heading) heading.textContent = `in ${format.label} at ${power(2, layers.k)}`;
+  for (const heading of all('[data-fate-heading]')) heading.textContent = `in ${format.label} at ${power(2, layers.k)}`;
   for (const cell of all('[data-fate]')) {
     const layer = layers.list[cell.dataset.fate];
     if (!layer) continue;
@@ -130,6 +144,7 @@ function drawLayer() {
 
 function chooseLayer(place, show) {
   const followed = layers.k === layers.runs;
+  one('#histogram-fold').open = true;
   layers.chosen = place;
   layers.runs = layers.list[place].exponent; // of its own optimizer
   if (followed) layers.k = layers.runs;
@@ -150,7 +165,8 @@ function setLayers(data) {
   Object.assign(layers, { list: data.layers, formats: data.formats });
   one('#histogram').hidden = !layers.list.length;
   if (!layers.list.length) return;
-  layers.chosen = Math.max(0, layers.list.findIndex((layer) => layer.name === before));
+  // At first the worst layer that is not all zeros: that histogram would be empty.
+  layers.chosen = Math.max(0, layers.list.findIndex((layer) => (first ? layer.counts.length : layer.name === before)));
   const followed = layers.k === layers.runs;
   layers.runs = layers.list[layers.chosen].exponent;
   if (first || followed) layers.k = layers.runs;
@@ -171,6 +187,7 @@ function fillFormats() {
 }
 
 function startLayers() {
+  new ResizeObserver(drawBars).observe(one('#histogram'));
   one('#scale').addEventListener('input', (event) => setScale(Number(event.target.value)));
   one('#scale-run').addEventListener('click', () => setScale(layers.runs));
   one('#scale-best').addEventListener('click', () => setScale(largestThatFits(layers.list, formatOf(layers.format))));

@@ -6,7 +6,7 @@ function show(data) {
   shown.data = data;
   const drawn = data.curves.some((line) => line.first.length);
   one('#curves').hidden = !drawn;
-  if (drawn) drawCharts(data.curves, data.titles);
+  if (drawn) drawCharts(data.curves, data.titles, data.markers);
   if (!one('#gradients')) return;
   one('#gradients').hidden = !data.layers.length;
   setLayers(data);
@@ -26,12 +26,6 @@ function followColours() {
 
 // What is unfolded for printing: not the same lines of code a second time.
 const folded = () => all('details:not(.repeated)');
-
-// A link to a folded element opens it.
-function openTarget() {
-  const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
-  for (let each = target; each; each = each.parentElement) if (each.tagName === 'DETAILS') each.open = true;
-}
 
 // --- Live updates.
 
@@ -60,15 +54,20 @@ function replacePart(part, markup) {
 let held = false;
 const isBusy = () => held || document.hidden || !getSelection().isCollapsed;
 
-const WORDS = {
-  following: 'This page follows the run.',
+// The mark: live or ended, as the record says; or lost, if the server does not answer. And since when nothing is new.
+const LOST = {
   other: 'The server was restarted: open the address that it printed. This is the last state received.',
   gone: 'The server no longer responds: this is the last state received.',
 };
+const live = { state: null, lost: '', since: Date.now() };
 
-function tellState(state) {
-  const status = one('#live');
-  if (status.dataset.state !== state) status.textContent = WORDS[status.dataset.state = state];
+function showMark() {
+  const mark = one('#mark'), { name, words } = live.lost ? { name: 'lost', words: LOST[live.lost] } : live.state || { name: mark.className, words: mark.textContent };
+  if (mark.textContent !== words) mark.textContent = words; // a screen reader says it again
+  mark.className = name;
+  const seconds = Math.floor((Date.now() - live.since) / 1000);
+  const ago = seconds < 60 ? `${seconds} s` : seconds < 3600 ? `${Math.floor(seconds / 60)} min` : `${Math.floor(seconds / 3600)} h`;
+  one('#ago').textContent = name === 'ended' ? '' : `updated ${ago} ago`;
 }
 
 async function ask(version) {
@@ -80,16 +79,22 @@ async function ask(version) {
 }
 
 async function follow(seconds) {
+  setInterval(showMark, 1000);
+  showMark();
   addEventListener('pointerdown', () => { held = true; });
   for (const event of ['pointerup', 'pointercancel', 'blur']) addEventListener(event, () => { held = false; });
   for (let version = ''; ;) {
     await new Promise((done) => setTimeout(done, seconds * 1000));
     if (isBusy()) continue;
     const answer = await ask(version);
-    tellState(answer === null ? 'gone' : answer.ok || answer.status === 304 ? 'following' : 'other');
+    live.lost = answer === null ? 'gone' : answer.ok || answer.status === 304 ? '' : 'other';
+    showMark();
     if (!answer?.ok) continue;
     const news = await answer.json();
     if (isBusy()) continue; // it may have become busy since
+    if (live.state) live.since = Date.now(); // the first update repeats the page
+    live.state = news.state;
+    showMark();
     version = answer.headers.get('ETag') || '';
     takeIn(news);
   }
@@ -99,14 +104,13 @@ function start() {
   startCharts();
   if (one('#gradients')) { startHeat(); startLayers(); }
   followColours();
-  addEventListener('hashchange', openTarget);
-  openTarget();
-  const { live } = document.documentElement.dataset;
+  const every = document.documentElement.dataset.live;
   unpacked(one('#data').textContent).then((data) => {
     one('#no-charts').remove();
     show(data);
     document.documentElement.dataset.ready = '';
-    if (live) follow(Number(live));
+    markSection();
+    if (every) follow(Number(every));
   });
 }
 

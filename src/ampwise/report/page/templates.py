@@ -5,6 +5,7 @@ Text from a record becomes markup: escaped, with `names` as code and exponents a
 
 from __future__ import annotations
 
+import ast
 import base64
 import gzip
 import hashlib
@@ -19,12 +20,22 @@ from markupsafe import Markup, escape
 
 from ampwise.finding.strict_json import dumps
 from ampwise.finding.terminal import printable
+from ampwise.report.page.syntax import coloured
 
-__all__ = ["GENERATOR_MARK", "finalize", "render_template", "shared_variables", "template"]
+__all__ = ["GENERATOR_MARK", "finalize", "plain", "render_template", "shared_variables", "template"]
 
 GENERATOR_MARK = '<meta name="generator" content="ampwise report">'  # identifies a page that ampwise wrote
 STYLES = ("vendor/uPlot.min.css", "page.css")
 LIBRARY = "vendor/uPlot.iife.min.js"
+EVERY_PAGE = "common.js"
+LONGEST_STATEMENT = 200  # characters of a line of a fix
+# What reads as code without backquotes: calls, dotted and snake_case names, options, assignments of an argument.
+CODE = re.compile(
+    r"(?<![\w./@-])(?:--[a-z][\w-]*(?:=\w+)?"
+    r"|[a-z]\w*=(?:&#39;[\w.]*&#39;|[\w.*+-]*[\w*])"
+    r"|(?!(?:e\.g|i\.e)\b)@?[A-Za-z_]\w*(?:\.[A-Za-z_]\w*|\((?!s\))(?:[^()]|\([^()]{0,99}\)){0,200}\)){1,9}(?::\d+)?"
+    r"|[A-Za-z]\w*_\w*)"
+)
 
 
 def render_template(
@@ -38,15 +49,15 @@ def render_template(
 ) -> str:
     """Render a template.
 
-    shown: its variables. data: the numbers of its charts. scripts: in the order of their dependencies; a page without
-    scripts has no charts. styles: additional style sheets. live: seconds between polls of the server; 0 for none.
+    shown: its variables. data: the numbers of its charts. scripts: besides the one of every page, in the order of their
+    dependencies; a page without them has no charts. styles: additional style sheets. live: seconds between polls of the
+    server; 0 for none.
     """
-    script = _script(scripts) if scripts else ""
+    script = _script(scripts)
     # Only our script runs, and nothing is fetched, whatever a record contains.
     policy = ["default-src 'none'", "base-uri 'none'", "form-action 'none'", "style-src 'unsafe-inline'"]
-    if script:
-        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        policy.append(f"script-src 'sha256-{digest}'")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy.append(f"script-src 'sha256-{digest}'")
     if live:
         policy.append("connect-src 'self'")
     packed = ""
@@ -85,8 +96,8 @@ def template(name: str) -> Template:
 
 @cache
 def _script(names: tuple[str, ...]) -> str:
-    ours = "\n".join(_asset(name) for name in names)
-    return f"{_asset(LIBRARY)}\n(() => {{\n'use strict';\n{ours}\n}})();\n"
+    ours = "\n".join(_asset(name) for name in (EVERY_PAGE, *names))
+    return f"{_asset(LIBRARY) if names else ''}\n(() => {{\n'use strict';\n{ours}\n}})();\n"
 
 
 @cache
@@ -103,18 +114,38 @@ def finalize(value: Any) -> Any:
 
 
 def prose(text: str) -> Markup:
-    """Return text as markup: `names` in backquotes and indented lines become code.
+    """Return text as markup: `names` in backquotes, lines of code, and what else reads as code, become code.
 
-    >>> prose("`a<b>` is\\n  less")
-    Markup('<code>a&lt;b&gt;</code> is<br><code class="indented">  less</code>')
+    >>> prose("`a<b>` is\\n  less than scaler.step(x)")
+    Markup('<code>a&lt;b&gt;</code> is<br><code class="indented">  less than scaler.step(x)</code>')
+    >>> prose("Call scaler.step(x) with max_norm=1.")
+    Markup('Call <code>scaler.step(x)</code> with <code>max_norm=1</code>.')
     """
-    lines = []
-    for line in text.split("\n"):
-        if line.startswith(" "):
-            lines.append(Markup('<code class="indented">{}</code>').format(printable(line)))
-        else:
-            lines.append(Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(printable(line))))))
-    return Markup("<br>").join(lines)
+    lines = text.split("\n")
+    blocks = []
+    for number, line in enumerate(lines):
+        # In a fix, the lines around an indented one, or between two statements, are code too.
+        is_code = line.startswith(" ") or (number > 0 and "`" not in line and is_statement(line))
+        if is_code:
+            blocks.append(Markup('<code class="indented">{}</code>').format(printable(line)))
+            continue
+        parts = re.split("`([^`]+)`", str(escape(printable(line))))
+        for place, part in enumerate(parts):
+            part = part if place % 2 else re.sub(r"\b2\*\*(-?\d+)", r"2<sup>\1</sup>", part)
+            parts[place] = f"<code>{part}</code>" if place % 2 else CODE.sub(r"<code>\g<0></code>", part)
+        blocks.append(Markup("".join(parts)))
+    return Markup("<br>").join(blocks)
+
+
+def is_statement(line: str) -> bool:
+    """Return whether a line is Python: "scaler.update()", "if x > 0:", but not "Use `amp`." or "fix"."""
+    if len(line) > LONGEST_STATEMENT or line.rstrip().endswith(".") or not re.search(r"[(=]|:$", line):
+        return False
+    try:
+        ast.parse(f"{line}\n    pass" if line.rstrip().endswith(":") else line)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def raised(text: str) -> Markup:
@@ -128,21 +159,17 @@ def raised(text: str) -> Markup:
 
 
 def source(text: str) -> Markup:
-    """Return lines of code, escaped line by line."""
-    return Markup("\n").join(printable(line) for line in text.split("\n"))
+    """Return code with syntax colours, escaped line by line."""
+    return Markup("\n").join(coloured(text.split("\n")))
 
 
-def diff_lines(text: str) -> list[tuple[str, str]]:
-    """Return the lines of a unified diff, each with its kind: "added", "removed", "head" or "same"."""
-    kinds = {"+": "added", "-": "removed"}
-    return [
-        ("head" if line.startswith(("---", "+++", "@@")) else kinds.get(line[:1], "same"), line.expandtabs(4))
-        for line in text.splitlines()
-    ]
+def plain(text: str) -> str:
+    """Return prose without its backquotes, for a title."""
+    return text.replace("`", "")
 
 
 def joined(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))
 
 
-FILTERS = {"prose": prose, "source": source, "raised": raised, "diff_lines": diff_lines, "joined": joined}
+FILTERS = {"prose": prose, "source": source, "raised": raised, "plain": plain, "joined": joined}

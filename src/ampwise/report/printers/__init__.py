@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ampwise.errors import UnknownName
+from ampwise.finding.log import log_if_configured
 from ampwise.finding.package_modules import module_names
 from ampwise.finding.terminal import wants_colour, write
 from ampwise.report.printers import outputs
@@ -40,8 +41,9 @@ DEFAULT = "full"
 
 
 def log_findings(findings: Sequence[Finding]) -> None:
-    """Print findings to stderr from within a user's training: a stream that cannot be written does not stop it."""
-    if sys.stderr is not None:  # the shell closed it
+    """Log findings from within a user's training: a stream that cannot be written does not stop it."""
+    full: Any = importlib.import_module(f"{outputs.__name__}.{DEFAULT}")
+    if not log_if_configured("warning", full.render(findings, colour=False, texts=None)) and sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print_findings(findings, file=sys.stderr)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ampwise.errors import BadInput
 from ampwise.finding import Finding, Severity
-from ampwise.finding.terminal import paint
+from ampwise.finding.terminal import paint, printable
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
@@ -45,16 +45,22 @@ def summary(findings: Sequence[Finding], colour: bool = False) -> str:
     parts = []
     for severity in Severity:
         number = sum(finding.severity is severity for finding in findings)
-        plural = "s" if number > 1 and severity is not Severity.INFO else ""
-        parts += [paint(f"{number} {severity}{plural}", severity, colour)] if number else []
+        plural = "s" if number > 1 else ""
+        parts += [paint(f"{number} {severity.word}{plural}", severity, colour)] if number else []
     text = f"Found {len(findings)} finding{'s' if len(findings) > 1 else ''} ({', '.join(parts)})."
     safe = sum(bool(finding.edits) and finding.safe for finding in findings)
     unsafe = sum(bool(finding.edits) and not finding.safe for finding in findings)
+    files = {finding.place.file for finding in findings if finding.edits and finding.place.file is not None}
+    only = ""
+    if len(files) == 1:
+        import shlex
+
+        only = f" {printable(shlex.quote(files.pop()))}"
     if safe:
-        more = f" ({unsafe} more with `--fix --unsafe-fixes`)" if unsafe else ""
-        text += f"\n[{paint('*', 'fixable', colour)}] {safe} fixable with `--fix`{more}."
+        more = f" ({unsafe} more with `--unsafe-fixes`)" if unsafe else ""
+        text += f"\n[{paint('*', 'fixable', colour)}] {safe} fixable with `ampwise check --fix{only}`{more}."
     elif unsafe:
-        text += f"\n{unsafe} fixable with `--fix --unsafe-fixes`."
+        text += f"\n{unsafe} fixable with `ampwise check --fix --unsafe-fixes{only}`."
     return text
 
 

@@ -101,7 +101,6 @@ def check_event(clip: Clip) -> Findings:
     if clip.scaled and clip.backward is not None:
         yield RULE.at(
             clip.site.place,
-            f"`{clip.function}` gets gradients that are still multiplied by the loss scale from the backward pass at "
-            f"{clip.backward.short}",
+            f"`{clip.function}` gets gradients that are still multiplied by the loss scale",
             evidence={} if clip.limit is None else {"limit": f"{clip.limit:g} divided by the loss scale"},
         )

@@ -25,8 +25,8 @@ RULE = Rule(
         "too far. LBFGS, which needs a closure, does not work with a GradScaler."
     ),
     fix=(
-        "Run the forward and the scaled backward before `scaler.step(optimizer)`, without a closure; with LBFGS, "
-        "train in float32 or bfloat16 without a GradScaler."
+        "Run the forward and the scaled backward before `scaler.step(optimizer)`, without a closure. With LBFGS, "
+        "train in FP32 or BF16 without a GradScaler."
     ),
     bad="scaler.step(optimizer, closure)\nscaler.update()",
     good="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",

@@ -114,6 +114,6 @@ def check_event(update: ScalerUpdate) -> Findings:
     if update.earlier and update.earlier_site is not None:
         yield RULE.at(
             update.site.place,
-            "the scaler is updated after one optimizer's step here, and again after another's at "
-            f"{update.earlier_site.short}: it counts each iteration twice towards growth",
+            "the scaler is updated once per optimizer, here and at "
+            f"{update.earlier_site.short}: each iteration counts twice towards growth",
         )

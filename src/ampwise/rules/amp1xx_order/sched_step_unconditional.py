@@ -26,10 +26,7 @@ RULE = Rule(
         "scale is found. A scheduler that is stepped anyway runs ahead of the optimizer: warm-up is shortened by the "
         "number of skipped steps, and torch warns that `lr_scheduler.step()` came before `optimizer.step()`."
     ),
-    fix=(
-        "Step the scheduler only if the scale did not shrink:\n"
-        "scale = scaler.get_scale()\nscaler.update()\nif scaler.get_scale() >= scale:\n    scheduler.step()"
-    ),
+    fix="Step the scheduler only if `scaler.get_scale()` is not smaller after `scaler.update()` than before.",
     bad="scaler.step(optimizer)\nscaler.update()\nscheduler.step()",
     good=(
         "scaler.step(optimizer)\nscale = scaler.get_scale()\nscaler.update()\n"
@@ -92,4 +89,5 @@ def _checks_result(guard: BranchGuard, step: SourceEvent) -> bool:
 
 def check_event(move: SchedulerStep) -> Findings:
     if move.after_skip and move.per_step:
-        yield RULE.at(move.site.place, f"`{move.scheduler}` advances after a step that the scaler skipped")
+        warned = "; hence torch's warning" if move.before_any_update else ""
+        yield RULE.at(move.site.place, f"`{move.scheduler}` advances after steps that the scaler skipped{warned}")

@@ -51,7 +51,7 @@ def check_event(step: ScalerStep) -> Findings:
     if step.unscaled_midway is not None:
         yield RULE.at(
             step.unscaled_midway.place,
-            "gradients are unscaled here, and then another scaled backward pass adds to them: the step uses a sum of "
-            f"{step.backwards} passes, some of which are still multiplied by the loss scale",
+            "gradients are unscaled here, before another scaled backward pass adds to them: "
+            f"the sum of {step.backwards} passes is wrong",
             evidence={"backward_passes": step.backwards},
         )

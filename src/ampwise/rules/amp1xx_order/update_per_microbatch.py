@@ -48,6 +48,5 @@ def check_event(update: ScalerUpdate) -> Findings:
     if update.pending and not update.steps:
         yield RULE.at(
             update.site.place,
-            "`scaler.update` is called while accumulated gradients still wait for their step: the next pass may use a "
-            "different scale",
+            "`scaler.update` runs before the step that uses these gradients: the next pass may have another scale",
         )

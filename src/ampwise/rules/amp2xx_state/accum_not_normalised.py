@@ -91,7 +91,7 @@ def check_event(step: OptimizerStep | ScalerStep) -> Findings:
     for backward in step.undivided:
         yield RULE.at(
             backward.site.place,
-            f"{step.backwards} backward passes accumulate before the step at {step.site.short}, each of a mean that "
-            f"is not divided: the gradient is {step.backwards} times that of the whole batch",
+            f"{step.backwards} backward passes accumulate before the step at {step.site.short}, each of an undivided "
+            f"mean: gradients are {step.backwards} times too large",
             evidence={"backward_passes": step.backwards},
         )

@@ -54,6 +54,6 @@ def check_run(run: RunEvents) -> Findings:
     for save, times in run.saves.items():
         yield RULE.at(
             save.site.place,
-            "the optimizer's state is saved, but the GradScaler's is saved nowhere in this run",
+            "the checkpoint has the optimizer's state, but not the GradScaler's",
             evidence={"times": times},
         )

@@ -21,7 +21,7 @@ RULE = Rule(
         "zero: the default eps of 1e-8 vanishes, and so do the squares of gradients below 1.7e-4. If both are zero, "
         "the update divides by zero and the weight becomes inf or NaN."
     ),
-    fix="Keep the parameters in FP32 and use autocast; if they must be FP16, use an eps of at least 1e-6.",
+    fix="Keep the parameters in FP32 and use autocast; if they must be FP16, use eps=1e-4.",
     bad="model.half()\noptimizer = torch.optim.Adam(model.parameters(), lr=1e-3)",
     good=(
         "optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)\n"

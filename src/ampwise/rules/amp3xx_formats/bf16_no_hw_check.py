@@ -24,8 +24,8 @@ RULE = Rule(
         "BF16, several times slower than FP16 or even FP32."
     ),
     fix=(
-        "Choose by hardware: `dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else "
-        "torch.float16` (`is_bf16_supported()` alone includes emulation), with a GradScaler enabled for FP16."
+        "Choose by hardware: BF16 if `torch.cuda.get_device_capability() >= (8, 0)`, else FP16 with a GradScaler. "
+        "`is_bf16_supported()` alone includes emulation."
     ),
     bad='with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)',
     good=(

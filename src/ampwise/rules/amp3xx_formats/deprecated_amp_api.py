@@ -19,7 +19,7 @@ RULE = Rule(
         "and CPU."
     ),
     fix=(
-        "Use `torch.amp.autocast('cuda', ...)`, `torch.amp.GradScaler('cuda', ...)` and "
+        "Use `torch.amp.autocast('cuda', ...)` and `torch.amp.GradScaler('cuda', ...)`. For custom functions, use "
         "`torch.amp.custom_fwd(device_type='cuda')`."
     ),
     bad="scaler = torch.cuda.amp.GradScaler()\nwith torch.cuda.amp.autocast():\n    loss = model(x).sum()",

@@ -16,7 +16,7 @@ RULE = Rule(
     code="AMP301",
     name="fp16-no-scaler",
     severity=Severity.ERROR,
-    summary="FP16 autocast is used with a plain `backward()` and without a GradScaler.",
+    summary="FP16 is trained with a plain `backward()` and without a GradScaler.",
     why=(
         "FP16 cannot represent magnitudes below 6e-8. Activation gradients are often smaller, so without loss scaling "
         "they become zero, and the layers below them stop learning while the loss still looks reasonable."
@@ -75,14 +75,14 @@ def check_event(step: OptimizerStep) -> Findings:
     if alone and "fp16" in step.parameters:
         yield RULE.at(
             (step.backward or step.site).place,
-            "the parameters are FP16 and this loss is not scaled: gradients below 6e-8 are zero before "
-            f"`{step.optimizer}.step` at {step.site.short} uses them",
+            "the parameters are FP16 and this loss is not scaled: gradients below 6e-8 are zero at the "
+            f"`{step.optimizer}.step` of {step.site.short}",
             fix="Keep the parameters in FP32, run the model under FP16 autocast, and scale the loss with a GradScaler.",
         )
     elif alone and "fp16" in step.precisions:
-        beside = " (although there is a GradScaler)" if step.scaler else ""
+        beside = " by the GradScaler" if step.scaler else ""
         yield RULE.at(
             (step.backward or step.site).place,
-            f"the model ran under FP16 autocast and this loss is not scaled: `{step.optimizer}.step` at "
-            f"{step.site.short}{beside} gets gradients that may have underflowed",
+            f"the model ran in FP16, but this loss is not scaled{beside}: gradients may underflow before the "
+            f"`{step.optimizer}.step` of {step.site.short}",
         )

@@ -20,9 +20,8 @@ RULE = Rule(
         "learning rates most updates are that small: as training goes on, more and more weights stop changing."
     ),
     fix=(
-        "Keep FP32 weights and run the forward pass under `torch.autocast('cuda', dtype=torch.bfloat16)`; or keep "
-        "BF16 weights and train with `ampwise.Engine(model, optimizer, 'bf16-pure')`, or with an optimizer that has "
-        "stochastic rounding, Kahan summation or FP32 master weights."
+        "Keep FP32 weights, and run the forward pass under `torch.autocast('cuda', dtype=torch.bfloat16)`. Or keep "
+        "BF16 weights and train with `ampwise.Engine(model, optimizer, 'bf16-pure')`."
     ),
     bad="model = Net().to(torch.bfloat16)\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)",
     good=(

@@ -26,8 +26,8 @@ RULE = Rule(
         "`BCEWithLogitsLoss` takes the logits instead, and autocast runs it in FP32."
     ),
     fix=(
-        "Use `nn.BCEWithLogitsLoss` without the sigmoid, or evaluate the loss under `torch.autocast(device_type, "
-        "enabled=False)` on `.float()` inputs."
+        "Use `nn.BCEWithLogitsLoss` without the sigmoid. Or compute the loss on `.float()` inputs under "
+        "`torch.autocast(device_type, enabled=False)`."
     ),
     bad='with torch.autocast("cuda"):\n    loss = F.binary_cross_entropy(torch.sigmoid(logits), y)',
     good='with torch.autocast("cuda"):\n    loss = F.binary_cross_entropy_with_logits(logits, y)',

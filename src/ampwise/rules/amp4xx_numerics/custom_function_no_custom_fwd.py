@@ -22,8 +22,8 @@ RULE = Rule(
         "FP16 gradients, which is an error in a matmul; custom kernels may get either dtype."
     ),
     fix=(
-        "Decorate forward with `torch.amp.custom_fwd(device_type='cuda')` and backward with "
-        "`torch.amp.custom_bwd(device_type='cuda')`; add `cast_inputs=torch.float32` if it needs FP32."
+        "Decorate forward with `torch.amp.custom_fwd(device_type='cuda')` and backward with `custom_bwd`. Add "
+        "`cast_inputs=torch.float32` to custom_fwd if it needs FP32."
     ),
     bad=(
         "class MatMul(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, a, b):\n"

@@ -26,8 +26,8 @@ RULE = Rule(
         "and `log(softmax(x))` is -inf where a probability underflows."
     ),
     fix=(
-        "Use the function made for it: log_softmax, logsigmoid on `.float()`, logsumexp, var, vector_norm, "
-        "binary_cross_entropy_with_logits. They subtract the maximum, or run in FP32."
+        "Use the function made for it: log_softmax, logsumexp, var, vector_norm, binary_cross_entropy_with_logits. "
+        "logsigmoid also needs `.float()` inputs."
     ),
     bad='with torch.autocast("cuda"):\n    loss = -torch.log(1 - torch.sigmoid(logits)).mean()',
     good='with torch.autocast("cuda"):\n    loss = F.softplus(logits).mean()',

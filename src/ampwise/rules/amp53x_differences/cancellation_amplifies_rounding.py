@@ -20,9 +20,8 @@ RULE = Rule(
         "recovers it: what is missing is mantissa bits, so FP16, with three more, has an eighth of the error."
     ),
     fix=(
-        "Compute the difference in FP32, together with the operations that produce the two terms: once they are "
-        "rounded, it is too late. Or change the formula so that the small difference is computed directly. "
-        "`ampwise.diff` shows the remaining error."
+        "Compute the difference in FP32, together with the operations that produce the two terms. Once they are "
+        "rounded, it is too late."
     ),
     bad="score = self.compress(x) - self.particularize(x)  # two heads, nearly equal, each rounded to BF16",
     good="""@ampwise.keep("fp32")

@@ -19,8 +19,8 @@ RULE = Rule(
         "different: another expert, another token. Errors after that point do not measure precision."
     ),
     fix=(
-        "Compute the compared values in FP32, starting from their inputs: a router is small, and mixture-of-experts "
-        "models keep it in FP32. `ampwise.diff` shows the remaining error."
+        "Compute the compared values in FP32, starting from their inputs. A router is small, and mixture-of-experts "
+        "models keep it in FP32."
     ),
     bad="chosen = self.router(x).topk(2).indices  # under autocast",
     good="""policy = ampwise.Policy("bf16").keep("fp32", "*.router")""",

@@ -21,7 +21,7 @@ RULE = Rule(
         "sides that are no larger than that say nothing about precision."
     ),
     fix=(
-        "Move whatever changes out of the function and pass it as an argument; for deterministic sums, call "
+        "Move whatever changes out of the function, and pass it as an argument. For deterministic sums, call "
         "`torch.use_deterministic_algorithms(True)`."
     ),
     bad="ampwise.diff(lambda: loss_fn(*next(batches)))",

@@ -19,7 +19,7 @@ RULE = Rule(
         "constant that depends on the format, a kernel bug, different indices."
     ),
     fix=(
-        "Check the line for anything that depends on the precision, the device or the kernel: "
+        "Check the line for anything that depends on the precision, the device or the kernel. Usual ones: "
         "`torch.is_autocast_enabled()`, `x.dtype`, `torch.finfo(x.dtype)`, a computed index."
     ),
     bad="x = x * (1.25 if torch.is_autocast_enabled() else 1.0)",

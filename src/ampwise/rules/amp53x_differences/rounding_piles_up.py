@@ -20,8 +20,8 @@ RULE = Rule(
     ),
     fix=(
         "Compare the losses over a few hundred steps before relying on this format. To reduce the error, run fewer "
-        "parts in it (the first and last layers in BF16), use block formats (MXFP8) instead of one scale per tensor, "
-        "or add normalisation."
+        "parts in it: the first and last layers in BF16. Block formats (MXFP8) instead of one scale per tensor, or "
+        "added normalisation, also help."
     ),
     bad='ampwise.diff(loss_fn, x, y, b="nvfp4")  # 40% off at the last layer',
     good='ampwise.diff(loss_fn, x, y, b="mxfp8")',

@@ -17,9 +17,9 @@ RULE = Rule(
         "values exceed what E4M3 (448) or E5M2 (57344) can hold at that scale and are clipped: the largest activations "
         "or gradients of all. Now and then that is harmless; repeated, it is unintended clipping."
     ),
-    fix="Use the current scale, `fp8='current'`, or leave headroom, `Fp8('delayed', margin=1)`.",
-    bad='engine = Engine(model, optimizer, "fp8", fp8="delayed")',
-    good='engine = Engine(model, optimizer, "fp8", fp8=ampwise.Fp8("delayed", margin=1))',
+    fix="Use the current scale, `Fp8('current')`, or leave headroom, `Fp8('delayed', margin=1)`.",
+    bad='engine = Engine(model, optimizer, ampwise.Fp8("delayed"))',
+    good='engine = Engine(model, optimizer, ampwise.Fp8("delayed", margin=1))',
 )
 
 LEAST = 5  # saturated steps: fewer are chance, or the start of training

@@ -19,7 +19,7 @@ RULE = Rule(
         "32: anything smaller becomes zero. A few outliers are enough, and transformer activations have them. The "
         "fraction is of the values that were not zero, counted in a sampled step."
     ),
-    fix="Use per-row scales, `fp8='rowwise'`, or keep the layer in BF16: `Policy('fp8').keep('bf16', name)`.",
+    fix="Use per-row scales, `Fp8('rowwise')`, or keep the layer in BF16: `Policy('fp8').keep('bf16', name)`.",
     bad='engine = Engine(model, optimizer, "fp8")',
     good='engine = Engine(model, optimizer, ampwise.Policy("fp8").keep("bf16", "blocks.0.down"))',
 )

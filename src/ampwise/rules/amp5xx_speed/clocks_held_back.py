@@ -17,8 +17,8 @@ RULE = Rule(
         "more, so the ratios are too small. The power limit is normal for large matmuls and only noted."
     ),
     fix="Check its cooling and what else runs on it, then measure again; `nvidia-smi -q -d PERFORMANCE` shows details.",
-    bad="$ ampwise bench train:make  # while another job uses the same GPU",
-    good="$ CUDA_VISIBLE_DEVICES=1 ampwise bench train:make",
+    bad="$ ampwise bench train.py:make  # while another job uses the same GPU",
+    good="$ CUDA_VISIBLE_DEVICES=1 ampwise bench train.py:make",
 )
 
 ORDINARY = "its power limit"

@@ -18,7 +18,7 @@ RULE = Rule(
         "the step takes as long as the host does. 16-bit makes the GPU's part even shorter, so it only waits longer."
     ),
     fix=(
-        "Launch less: torch.compile, a CUDA graph (`ampwise.Engine(graph=True)`), a larger batch; and remove GPU "
+        "Launch less: torch.compile, a CUDA graph (`ampwise.Engine(graph=True)`), a larger batch. And remove GPU "
         "syncs such as `.item()`."
     ),
     bad="loss = model(x)  # a thousand small operators",

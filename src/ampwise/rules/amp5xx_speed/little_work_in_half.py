@@ -39,9 +39,12 @@ def check_time(use: TimeUse) -> Findings:
     if use.flops >= LEAST * max(use.profiled_steps, 1):
         yield RULE.at(
             Place(device=use.device),
-            f"autocast to {use.autocast.upper()} is on, but {share:.0%} of the matmul work runs in half precision; "
-            f"{_exceptions(use.matmuls)}",
-            evidence={"half_share": share, "flops_by_precision": dict(use.flops_by_precision)},
+            f"autocast to {use.autocast.upper()} is on, but only {share:.0%} of the matmul work runs in half precision",
+            evidence={
+                "half_share": share,
+                "exceptions": _exceptions(use.matmuls),
+                "flops_by_precision": dict(use.flops_by_precision),
+            },
         )
 
 
@@ -54,11 +57,12 @@ def check_speed(speeds: SpeedComparison) -> Findings:
     if share < ENOUGH:
         yield RULE.at(
             Place(device=speeds.device_name),
-            f"{row.label}: {share:.0%} of the matmul work runs in 16-bit; {_exceptions(row.products)}",
+            f"{row.label}: {share:.0%} of the matmul work runs in 16-bit; the largest exceptions: "
+            f"{_exceptions(row.products)}",
             evidence={"half_share": share, "experiment": speeds.experiment("--json | jq '.rows[].products'")},
         )
 
 
 def _exceptions(products: Sequence[ProfiledMatmul]) -> str:
     wide = [f"{each.op} {each.shape} in {each.precision.upper()}" for each in products if not each.is_half]
-    return f"the largest exceptions: {', '.join(wide[:NAMED])}"
+    return ", ".join(wide[:NAMED])

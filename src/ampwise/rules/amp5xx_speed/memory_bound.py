@@ -19,8 +19,8 @@ RULE = Rule(
         "weights for very little computation."
     ),
     fix=(
-        "Fuse elementwise operations with torch.compile, use a fused optimizer, and use a larger batch, so that each "
-        "weight read serves more rows."
+        "Fuse elementwise operations with torch.compile, and use a fused optimizer. A larger batch makes each weight "
+        "that is read serve more rows."
     ),
     bad="optimizer = AdamW(model.parameters(), foreach=False)\nloss = loss_fn(model(one_sample))",
     good="optimizer = AdamW(model.parameters(), fused=True)\nloss = loss_fn(torch.compile(model)(many_samples))",

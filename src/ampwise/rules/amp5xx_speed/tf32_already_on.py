@@ -19,8 +19,8 @@ RULE = Rule(
         "tf32 row. For convolutions TF32 is on by default."
     ),
     fix="Compare with the tf32 row, which is how the script runs today.",
-    bad="$ ampwise bench train:make --precisions fp32,bf16",
-    good="$ ampwise bench train:make --precisions fp32,tf32,bf16",
+    bad="$ ampwise bench train.py:make --precisions fp32,bf16",
+    good="$ ampwise bench train.py:make --precisions fp32,tf32,bf16",
 )
 
 

@@ -18,8 +18,8 @@ RULE = Rule(
         "precisions means nothing if two runs of the same precision differ as much."
     ),
     fix="Stop other programs on the machine, use more rounds, or use a larger batch, whose step takes longer.",
-    bad="$ ampwise bench train:make --rounds 2",
-    good="$ ampwise bench train:make --rounds 30",
+    bad="$ ampwise bench train.py:make --rounds 2",
+    good="$ ampwise bench train.py:make --rounds 30",
 )
 
 

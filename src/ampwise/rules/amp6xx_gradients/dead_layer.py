@@ -19,8 +19,8 @@ RULE = Rule(
         "normalisation layer always has a zero gradient; that is harmless, and `bias=False` saves it."
     ),
     fix=(
-        "Check that the layer's output reaches the loss; try a smaller learning rate or a leaky activation; in FP16, "
-        "check whether it has a gradient in FP32."
+        "Check that the layer's output reaches the loss. Try a smaller learning rate or a leaky activation; in FP16, "
+        "compare with its gradient in FP32."
     ),
     bad="hidden = features(x).detach()\nloss = loss_fn(head(hidden), y)",
     good="hidden = features(x)\nloss = loss_fn(head(hidden), y)",
@@ -35,10 +35,10 @@ def check_gradients(health: GradientHealth) -> Findings:
     alive = [name for name, values in health.values.items() if values > health.zeros[name]]
     if health.samples < SAMPLES or not dead or not alive:
         return
-    others = f" (and of {len(dead) - 1} more parameters)" if len(dead) > 1 else ""
-    flushed = ", unless its gradient underflows in FP16" if health.precision == "fp16" else ""
+    others = f" (and {len(dead) - 1} more parameters)" if len(dead) > 1 else ""
+    flushed = ", or it underflows in FP16" if health.precision == "fp16" else ""
     yield RULE.at(
         Place(parameter=dead[0], step=health.recent[-1].last),
-        f"the gradient is exactly zero in all {health.samples} samples{others}: the layer learns nothing{flushed}",
+        f"this gradient is zero in all {health.samples} samples{others}: the layer learns nothing{flushed}",
         evidence={"samples": health.samples, "parameters": len(dead), "of": len(health.values), "names": dead[:NAMED]},
     )

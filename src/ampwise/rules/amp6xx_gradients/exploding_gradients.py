@@ -20,7 +20,7 @@ RULE = Rule(
         "follows, in any precision."
     ),
     fix=(
-        "Clip gradients (after `scaler.unscale_` if there is a scaler), lower the learning rate or warm it up, or "
+        "Clip gradients, after `scaler.unscale_` if there is a scaler. Or lower the learning rate, warm it up, or "
         "normalise between layers."
     ),
     bad="optimizer = torch.optim.SGD(model.parameters(), lr=10.0)",

@@ -25,6 +25,7 @@ RULE = Rule(
     fix="Check these layers for a sum that should be a mean or a missing normalisation, or run them in FP32.",
     bad='loss = F.mse_loss(output, target, reduction="sum")',
     good="loss = F.mse_loss(output, target)",
+    consequence_of=("AMP301",),
 )
 
 FIX_WITHOUT_SCALER = (
@@ -52,15 +53,14 @@ def check_gradients(health: GradientHealth) -> Findings:
         return
     scale = health.recent[-1].scale
     if scale is None:
-        at, cost = "", "and there is no scaler to skip a step that overflows"
+        at, cost = "", "no scaler skips a step that overflows"
     else:
         at, cost = f" times the loss scale {scale_text(scale)}", _cost_to_others(health, sizes, near, scale)
     if not cost:
         return
-    others = f" (and {len(near) - 1} more parameters)" if len(near) > 1 else ""
     yield RULE.at(
         Place(parameter=near[0], step=health.recent[-1].last),
-        f"the gradient reaches {sizes[near[0]]:.3g}{at}, close to FP16's maximum of 65504{others}, {cost}",
+        f"this gradient reaches {sizes[near[0]]:.3g}{at}, near FP16's maximum of 65504: {cost}",
         evidence={"amax": sizes[near[0]], "near": near[:3], "parameters": len(near), "of": len(sizes)},
         fix=FIX_WITHOUT_SCALER if scale is None else None,
     )
@@ -75,10 +75,8 @@ def _cost_to_others(health: GradientHealth, sizes: dict[str, float], near: list[
     if times < APART:
         return ""
     if scale <= 1:
-        higher = f"without it the scale could be {times:.0f} times higher"
-        return f"which keeps the loss scale at {scale_text(scale)}; {higher}"
+        return f"it keeps the scale at {scale_text(scale)}, which could be {times:.0f} times higher"
     share = sum((health.underflows.get(name, NO_UNDERFLOW) for name in others), start=NO_UNDERFLOW).share
     if share < PAYING:
         return ""
-    small = f"{share:.0%} of which are too small for full FP16 precision at this scale"
-    return f"{times:.0f} times the largest of the others, {small}"
+    return f"{times:.0f} times the others, {share:.0%} of which are too small at this scale"

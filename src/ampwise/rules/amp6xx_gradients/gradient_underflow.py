@@ -23,6 +23,7 @@ RULE = Rule(
     fix="Start with a higher `init_scale`, or train in BF16, which has FP32's range.",
     bad='scaler = torch.amp.GradScaler("cuda", init_scale=1.0, growth_interval=10**9)',
     good='scaler = torch.amp.GradScaler("cuda", init_scale=2.0**16)',
+    consequence_of=("AMP301",),
 )
 
 LOST = 0.05  # of a parameter's gradient; less than this is harmless
@@ -40,8 +41,7 @@ def check_gradients(health: GradientHealth) -> Findings:
     if health.samples >= SAMPLES and health.values and health.values == health.zeros:  # no loss is entirely flat
         yield RULE.at(
             Place(step=step),
-            f"every gradient of all {len(health.values)} parameters is exactly zero {at}: they underflow in FP16, or "
-            "the loss does not depend on the parameters",
+            f"every gradient is exactly zero {at}: they underflow in FP16, or the loss does not use the parameters",
             evidence={"samples": health.samples},
         )
         return
@@ -54,9 +54,11 @@ def check_gradients(health: GradientHealth) -> Findings:
         return
     worst = max(hit, key=lambda name: (hit[name].lost_share, hit[name].subnormal_share))
     found = hit[worst]
-    others = f" (and in {len(hit) - 1} more)" if len(hit) > 1 else ""
-    lost = f"loses at least {found.lost_share:.0%} of this gradient" if found.lost_share >= 0.005 else ""
-    short = f"keeps {found.subnormal_share:.0%} {'of it' if lost else 'of this gradient'} with fewer bits"
+    others = f" (and {len(hit) - 1} more parameters)" if len(hit) > 1 else ""
+    # A share below half a per cent would read as 0%.
+    lost = f"flushes at least {found.lost_share:.0%} of this gradient to zero" if found.lost_share >= 0.005 else ""
+    of = "of it" if lost else "of this gradient"
+    short = f"stores {found.subnormal_share:.0%} {of} with fewer bits" if found.subnormal_share >= 0.005 else ""
     fitting, bf16 = health.fitting_scale(), "or train in BF16, which has FP32's range."
     if fitting is None or fitting <= (scale or 1.0):
         higher = "a" if scale is None else "a higher"

@@ -19,15 +19,15 @@ RULE = Rule(
         "one run had 97.8% of its weights unchanged after 10 steps. Only weights with a nonzero gradient are counted."
     ),
     fix=(
-        "Keep FP32 weights and run the forward pass under `torch.autocast('cuda', dtype=torch.bfloat16)`; or keep "
-        "BF16 weights and train with `ampwise.Engine(model, optimizer, 'bf16-pure')`, or with an optimizer that has "
-        "stochastic rounding, Kahan summation or FP32 master weights."
+        "Let the updates reach FP32 weights: use autocast instead of BF16 parameters. Or round stochastically: "
+        "`ampwise.Engine(model, optimizer, 'bf16-pure')`."
     ),
     bad="model = Net().to(torch.bfloat16)\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)",
     good=(
-        "model = Net()\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\n"
-        'with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)'
+        "model = Net().to(torch.bfloat16)\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\n"
+        'engine = ampwise.Engine(model, optimizer, "bf16-pure")'
     ),
+    consequence_of=("AMP306",),
 )
 
 MOVED = 0.5  # of the weights with a gradient: a healthy FP32 update changes nearly all

@@ -24,6 +24,7 @@ RULE = Rule(
     fix="Check the backward formula of the operation right after this parameter in the forward pass.",
     bad="length = (x * x).sum(-1).sqrt()",
     good="length = ((x * x).sum(-1) + 1e-6).sqrt()",
+    consequence_of=("AMP9",),
 )
 
 FIX_WITHOUT_SCALER = (
@@ -44,12 +45,11 @@ def check_gradients(health: GradientHealth) -> Findings:
     order = {name: place for place, name in enumerate(health.names)}
     reached_first = max(parameters, key=lambda name: (order.get(name, -1), parameters.index(name)), default=None)
     which = {0: "gradients are", 1: "only this gradient is"}.get(len(parameters), f"{len(parameters)} gradients are")
-    reached = "; the backward pass reached this one first" if len(parameters) > 1 else ""
     count = sum(streak.gradients_alone for streak in real)
-    more = f"; {count} such steps in total" if count > 1 else ""
+    at = f", at {count} steps" if count > 1 else ""
     yield RULE.at(
         Place(parameter=reached_first, step=first.first),
-        f"{which} not finite, while the loss is{reached}, {_why_real(first, health)}{more}",
+        f"{which} not finite while the loss is{at}: {_why_real(first, health)}",
         evidence={"times": count} | ({"names": list(parameters[:NAMED])} if len(parameters) > 1 else {}),
         fix=FIX_WITHOUT_SCALER if first.lowest_scale is None and health.precision == "fp16" else None,
     )
@@ -58,17 +58,17 @@ def check_gradients(health: GradientHealth) -> Findings:
 def _why_real(streak: Streak, health: GradientHealth) -> str:
     if streak.first_scale is None or streak.lowest_scale is None:
         if streak.corrupted_from is None:
-            return "and no scaler skips the step"
+            return "no scaler skips the step"
         losses = ""
         if streak.bad_losses:
             ongoing = health.streaks.open is streak
-            losses = ", nor have any later losses" if ongoing else f", nor were the losses up to step {streak.last}"
-        return f"and no scaler skipped the step: the weights have not been finite since step {streak.first}{losses}"
+            losses = ", nor is any later loss" if ongoing else f", nor were the losses up to step {streak.last}"
+        return f"no scaler skipped the step, and the weights are not finite since step {streak.first}{losses}"
     if health.precision == "bf16":
-        return "which in BF16 is not caused by the loss scale"
+        return "in BF16 the loss scale is not the cause"
     first, lowest = scale_text(streak.first_scale), scale_text(streak.lowest_scale)
     if streak.count > 1 and first == lowest:
-        return f"for {streak.count} steps in a row, at a loss scale of {first}"
+        return f"{streak.count} steps in a row, at a loss scale of {first}"
     if streak.count > 1:
-        return f"and lowering the loss scale from {first} to {lowest} does not help"
-    return f"though the steps before were far from overflow at the same loss scale of {first}"
+        return f"lowering the loss scale from {first} to {lowest} does not help"
+    return f"the steps before were far from overflow at the same loss scale of {first}"

@@ -18,17 +18,18 @@ RULE = Rule(
         "the data or the weights were already not finite."
     ),
     fix=(
-        "Check the first module whose output is not finite (`ampwise run --activations` reports it), and its input; "
-        "run that part in FP32 or BF16."
+        "Check the first module whose output is not finite, and its input; `ampwise run --activations` names it. Run "
+        "that part in FP32 or BF16."
     ),
     bad="probability = torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)",
     good="probability = torch.softmax(logits, -1)",
+    consequence_of=("AMP9",),
 )
 
 BEFORE = {
-    True: "the weights were finite before",
-    False: "the weights were not finite before this step",
-    None: "it is unknown whether the weights were finite before",
+    True: "the weights were finite, so the data or an operation of this step is the cause",
+    False: "the weights were not finite before this step, so the cause is in an earlier one",
+    None: "whether the weights were finite before is unknown",
 }
 
 
@@ -40,12 +41,9 @@ def check_gradients(health: GradientHealth) -> Findings:
     details = health.streaks.details(first)
     known = "its origin is unknown" if details is None else BEFORE[details.healthy_before]
     if details is not None and details.module:
-        known = f"`{details.module}` is the first module whose output is not finite, and {known}"
-    elif details is not None and details.healthy_before:
-        known += ", so it originated in this forward pass, from the data or an operation"
-    elif details is not None and details.healthy_before is False:
-        known += ", so the cause is in an earlier step"
+        known = f"`{details.module}` is the first module whose output is not finite"
+        known += "" if details.healthy_before else f", and {BEFORE[details.healthy_before].partition(',')[0]}"
     count = sum(streak.bad_losses for streak in streaks)
-    more = f"; {count} steps in total" if count > 1 else ""
+    at = f" at {count} steps" if count > 1 else ""
     place = Place(module=details.module if details else None, step=first.first)
-    yield RULE.at(place, f"the loss is {first.loss}: {known}{more}", evidence={"times": count})
+    yield RULE.at(place, f"the loss is {first.loss}{at}: {known}", evidence={"times": count})

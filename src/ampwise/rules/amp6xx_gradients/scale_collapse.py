@@ -20,11 +20,12 @@ RULE = Rule(
         "the check for inf passes, and the next step destroys the weights."
     ),
     fix=(
-        "Find what is not finite in the forward pass, the loss or the data; ampwise's GradScaler has a lower limit "
-        "(`min_scale`) and stops there."
+        "Find what is not finite in the forward pass, the loss or the data. `ampwise.GradScaler` has a lower limit, "
+        "`min_scale`, and stops there."
     ),
     bad='scaler = torch.amp.GradScaler("cuda")  # no lower limit',
     good='scaler = ampwise.GradScaler("cuda", min_scale=1.0)',
+    consequence_of=("AMP9", "AMP612", "AMP613"),
 )
 
 

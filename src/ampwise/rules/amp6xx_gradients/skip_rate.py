@@ -20,6 +20,7 @@ RULE = Rule(
     fix="Inspect the batches that overflow; mask outliers in the data, use a longer `growth_interval`, or use BF16.",
     bad='scaler = torch.amp.GradScaler("cuda", growth_interval=10)',
     good='with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)',
+    consequence_of=("AMP9", "AMP607", "AMP608", "AMP612", "AMP613"),
 )
 
 TOO_MANY = 0.05  # of the last steps

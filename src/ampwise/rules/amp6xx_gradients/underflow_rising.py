@@ -25,6 +25,7 @@ RULE = Rule(
     fix="Raise the loss scale, shorten `growth_interval` so that the scale keeps up, or train in BF16.",
     bad='scaler = torch.amp.GradScaler("cuda", growth_interval=10**9)',
     good='scaler = torch.amp.GradScaler("cuda", growth_interval=500)',
+    consequence_of=("AMP301", "AMP601"),
 )
 
 FIX_WITHOUT_SCALER = "Use a GradScaler with FP32 parameters under autocast, or train in BF16."
@@ -50,11 +51,10 @@ def check_gradients(health: GradientHealth) -> Findings:
     first = min(falls, key=lambda name: falls[name][1])
     (slope, half_lost), found, last = falls[first], health.underflows[first], health.recent[-1].last
     others = f" (and {len(falls) - 1} more parameters shrink)" if len(falls) > 1 else ""
-    when = "already" if half_lost <= last else f"by step {half_lost}"
+    when = "is lost" if half_lost <= last else f"will be lost by step {half_lost}"
     yield RULE.at(
         Place(parameter=first, step=last),
-        f"the gradient halves every {-1 / slope:.3g} steps: {found.share:.0%} of it is too small for full FP16 "
-        f"precision, and half will be lost {when} if this continues{others}",
+        f"this gradient halves every {-1 / slope:.3g} steps: half of it {when} in FP16{others}",
         evidence={
             "subnormal_or_lost_share": round(found.share, 4),
             "octaves_per_step": slope,

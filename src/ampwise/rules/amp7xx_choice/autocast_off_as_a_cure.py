@@ -16,6 +16,6 @@ RULE = Rule(
     bad="# with torch.autocast(device):  # NaN, so turned off\nloss = loss_fn(model(x), y)",
     good=(
         "$ ampwise run --capsule capsules train.py\n"
-        "$ ampwise replay capsules/step-000012 --build train.py:make --precision fp32"
+        "$ ampwise replay capsules/step-000012 train.py:make --precision fp32"
     ),
 )

@@ -68,7 +68,7 @@ def check_choice(choice: PrecisionChoice) -> Findings:
         RULE,
         f"{target.title} has no BF16 tensor cores: torch emulates BF16 there, yet reports it as supported",
         costs=costs | {"FP32": "no extra code, no speedup"},
-        show=(f"ampwise bench {choice.subject} --precisions fp32,fp16,bf16", "how BF16 performs on that device"),
+        show=(f"ampwise bench {choice.make} --precisions fp32,fp16,bf16", "how BF16 performs on that device"),
         do=instead.get(target.has("fp16")),
         refuses="bf16",
     )

@@ -41,7 +41,7 @@ def check_choice(choice: PrecisionChoice) -> Findings:
         f"{base.show(TFLOPS, 1)}: no speedup",
         costs={want.upper(): "precision, for no speedup", other.upper(): "nothing"},
         show=(
-            f"ampwise bench {choice.subject} --precisions {other},{want}",
+            f"ampwise bench {choice.make} --precisions {other},{want}",
             "the speed of whole steps in both formats",
         ),
         do=f"Stay with {other.upper()}"

@@ -18,8 +18,10 @@ RULE = Rule(
         "NaN. Loss scaling does not help, because the overflow is in the forward pass. From Ampere on, BF16 runs at "
         "the same rate."
     ),
-    fix="Use BF16 where the device has tensor cores for it; otherwise keep the overflowing layers in FP32, which a "
-    "replay reports.",
+    fix=(
+        "Use BF16 where the device has tensor cores for it. Otherwise keep the overflowing layers, which a replay "
+        "reports, in FP32."
+    ),
     bad='model = AutoModel.from_pretrained("trained-in-bf16")\nengine = ampwise.Engine(model, optimizer, "fp16")',
     good='engine = ampwise.Engine(model, optimizer, "bf16")',
 )

@@ -22,7 +22,7 @@ RULE = Rule(
     ),
     fix="Train in BF16; try FP8 from about a billion parameters up, compiled, and measure it against compiled BF16.",
     bad='engine = ampwise.Engine(small_model, optimizer, "fp8")',
-    good='engine = ampwise.Engine(model, optimizer, "fp8", fp8="measured")  # only the layers that gain',
+    good='engine = ampwise.Engine(model, optimizer, ampwise.Fp8("measured"))  # only the layers that gain',
 )
 SMALLEST = 1_000_000_000  # parameters: the smallest model with a measured speedup had 1.3 B
 MEASURED = (
@@ -39,7 +39,7 @@ def check_choice(choice: PrecisionChoice) -> Findings:
             "BF16": "none of these",
         },
         "show": (
-            f"ampwise bench {choice.subject} --precisions bf16,fp8 --compile",
+            f"ampwise bench {choice.make} --precisions bf16,fp8 --compile",
             "FP8 against BF16, both compiled",
         ),
     }

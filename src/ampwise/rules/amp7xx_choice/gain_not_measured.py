@@ -12,5 +12,5 @@ RULE = Rule(
     ),
     fix="Measure whole steps: below 1.1x stay in FP32, up to 1.5x it is optional, above that use it.",
     bad="# it is faster anyway, no time to measure",
-    good="$ ampwise bench train:make --precisions fp32,bf16",
+    good="$ ampwise bench train.py:make --precisions fp32,bf16",
 )

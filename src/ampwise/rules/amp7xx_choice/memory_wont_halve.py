@@ -11,8 +11,10 @@ RULE = Rule(
         "shrinks. Modelled: a CNN takes 49% less; GPT-2 124 M with flash attention takes 26% less at batch 16 and 1% "
         "less at batch 1; with eager attention, 3% more."
     ),
-    fix="Estimate it, then shrink what is large: activations by checkpointing or a smaller batch; state by "
-    "precision='bf16-pure', an 8-bit optimizer or sharding (FSDP).",
+    fix=(
+        "Estimate it, then shrink what is large. Activations: checkpointing, or a smaller batch. State: "
+        "precision='bf16-pure', an 8-bit optimizer, or sharding (FSDP)."
+    ),
     bad="batch_size *= 2  # mixed precision halves the memory",
-    good="$ ampwise memory train:make",
+    good="$ ampwise memory train.py:make",
 )

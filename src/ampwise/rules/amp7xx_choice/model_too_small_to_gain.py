@@ -13,5 +13,5 @@ RULE = Rule(
     ),
     fix="Measure before changing anything; try a larger batch, torch.compile, or Engine(graph=True) first.",
     bad='engine = ampwise.Engine(tiny_model, optimizer, "bf16")  # 1.0x: no speedup',
-    good="$ ampwise bench train:make --precisions fp32,bf16",
+    good="$ ampwise bench train.py:make --precisions fp32,bf16",
 )

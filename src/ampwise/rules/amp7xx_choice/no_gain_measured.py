@@ -12,5 +12,5 @@ RULE = Rule(
     ),
     fix="Stay in FP32 until the cause is found and fixed; 16-bit may still be worth it to save activation memory.",
     bad='engine = ampwise.Engine(model, optimizer, "bf16")  # only 1.05x faster',
-    good="$ ampwise bench train:make    # says why the ratio is low",
+    good="$ ampwise bench train.py:make    # says why the ratio is low",
 )

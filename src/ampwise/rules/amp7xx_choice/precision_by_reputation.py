@@ -12,5 +12,5 @@ RULE = Rule(
     ),
     fix="Check the device, then the model, then measure both formats.",
     bad="dtype = torch.bfloat16  # FP16 is outdated",
-    good="$ ampwise gpu\n$ ampwise bench train:make --precisions fp16,bf16",
+    good="$ ampwise gpu\n$ ampwise bench train.py:make --precisions fp16,bf16",
 )

@@ -32,7 +32,7 @@ def check_choice(choice: PrecisionChoice) -> Findings:
         costs["FP16"] = "a `with` block and a GradScaler"
     if half != "fp16":
         costs["BF16"] = "a `with` block, 8 significant bits"
-    show = f"ampwise bench {choice.subject}", "whole-step times in every precision that the device supports"
+    show = f"ampwise bench {choice.make}", "whole-step times in every precision that the device supports"
     if choice.proposes("too-complex") and (half is not None or not choice.target.known):
         fact = (
             "mixed precision is one `with` block, plus four lines for the GradScaler in FP16; Engine(model, optimizer) "

@@ -19,7 +19,7 @@ RULE = Rule(
     ),
     fix="Check the disk, and whatever copied the folder. The damaged checkpoint is left in place.",
     bad="$ cp -r checkpoints /backup  # while the run writes to it",
-    good="$ ampwise checkpoints checkpoints --show",
+    good="$ ampwise checkpoints checkpoints -v",
 )
 
 

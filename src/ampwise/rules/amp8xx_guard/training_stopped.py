@@ -19,6 +19,7 @@ RULE = Rule(
     fix="Fix the cause, then start the same command again: it continues from the last good checkpoint.",
     bad="for x, y in loader:\n    engine.step(loss_fn, x, y)",
     good='with Guard(engine, "checkpoints"):\n    for x, y in loader:\n        engine.step(loss_fn, x, y)',
+    consequence_of=("AMP9", "AMP607", "AMP612", "AMP613"),
 )
 
 

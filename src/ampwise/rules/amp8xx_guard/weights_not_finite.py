@@ -19,10 +19,11 @@ RULE = Rule(
     ),
     fix=(
         "If the loss is not finite either, the guard rolls back to the last good state. Lower the learning rate, and "
-        "check what else writes to the reported tensors; a single huge batch can corrupt BatchNorm statistics."
+        "check what else writes to the reported tensors. A single huge batch can corrupt BatchNorm statistics."
     ),
     bad='torch.save(model.state_dict(), "last.pt")  # whatever is in it',
     good='with Guard(engine, "checkpoints"):\n    for x, y in loader:\n        engine.step(loss_fn, x, y)',
+    consequence_of=("AMP9", "AMP612", "AMP613"),
 )
 
 

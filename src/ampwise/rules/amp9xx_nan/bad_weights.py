@@ -21,10 +21,9 @@ RULE = Rule(
         "format. No operation of this step is at fault."
     ),
     fix=(
-        "Go back to the last checkpoint with finite weights, or fix the initialisation. `ampwise.Engine` and "
-        "`ampwise.GradScaler` skip steps with bad gradients in any precision; if one of them trained the weights, the "
-        "update itself was too large: lower the learning rate. Under `ampwise run`, `--every 1` finds the step that "
-        "corrupted them."
+        "Go back to the last checkpoint with finite weights, or fix the initialisation. If `ampwise.Engine` or "
+        "`ampwise.GradScaler` trained them, the update itself was too large: lower the learning rate. `ampwise run "
+        "--every 1` finds the step that corrupted them."
     ),
     bad="self.weight = nn.Parameter(torch.empty(64, 64))",
     good="self.weight = nn.Parameter(torch.empty(64, 64))\nnn.init.xavier_uniform_(self.weight)",

@@ -19,8 +19,8 @@ RULE = Rule(
         "does. In the backward pass, a zero gradient multiplies the infinity in the same way."
     ),
     fix=(
-        "Use a large finite number instead of the infinity (`torch.finfo(x.dtype).min`), and select with "
-        "`masked_fill` or `torch.where` instead of multiplying by a mask."
+        "Use a large finite number, `torch.finfo(x.dtype).min`, instead of the infinity. Select with `masked_fill` or"
+        " `torch.where` instead of multiplying by a mask."
     ),
     bad='distance = points.masked_fill(~valid, float("inf"))\nloss = (distance * valid).sum()',
     good="distance = points.masked_fill(~valid, 0.0)\nloss = distance.sum()",

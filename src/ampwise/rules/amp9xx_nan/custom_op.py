@@ -19,8 +19,8 @@ RULE = Rule(
         "FP16, and autocast does not handle them: they receive whatever the previous operation returned."
     ),
     fix=(
-        "Pass it FP32 (`custom_fwd(cast_inputs=torch.float32)` on its autograd.Function, or `.float()` at the call), "
-        "and debug it with the inputs of this step, which a capsule contains."
+        "Pass it FP32: `custom_fwd(cast_inputs=torch.float32)` on its autograd.Function, or `.float()` at the call. A"
+        " capsule contains the inputs of this step, for debugging."
     ),
     bad='with torch.autocast("cuda", torch.float16):\n    y = torch.ops.mine.attention(q, k, v)',
     good=(

@@ -19,8 +19,8 @@ RULE = Rule(
         "0; and `torch.where` around the division hides its result but not its derivative."
     ),
     fix=(
-        "Clamp the divisor, not the quotient: `clamp_min(1)` for a count, otherwise a value that the format can "
-        "represent (1e-4 in FP16). Functions with a built-in guard: F.normalize, F.cosine_similarity, nn.LayerNorm."
+        "Clamp the divisor, not the quotient. Use `clamp_min(1)` for a count, otherwise a value that the format can "
+        "represent (1e-4 in FP16)."
     ),
     bad="loss = (error * mask).sum() / mask.sum()",
     good="loss = (error * mask).sum() / mask.sum().clamp_min(1)",

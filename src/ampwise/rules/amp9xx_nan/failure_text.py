@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ampwise.errors import AmpwiseError
 from ampwise.finding import Finding, Place, Rule
+from ampwise.finding.strict_json import to_json_types
 from ampwise.numbers.formats import Format, find_scalar_format
 from ampwise.numbers.number_text import IN_DIGITS, number_text
 from ampwise.numbers.op_families import is_custom
@@ -69,19 +70,21 @@ INDENT = "    "  # marks code for the printers
 
 
 def failure_finding(rule: Rule, failure: Failure, what: str, *, advice: str = "") -> Finding:
-    """Build the finding from ``what`` happened: add the operation's inputs, how the value propagated, and the fixes.
+    """Build the finding from ``what`` happened; the evidence is the operation's inputs and how the value propagated.
 
     ``advice`` replaces the rule's general fix in this case.
     """
     parts, origin, source, site = [what], failure.origin, failure.source, failure.site
+    evidence = {}
     if not failure.not_reproduced:
         if origin is not None:
             for each in origin.literals[:NAMED]:
                 becomes = number_text(each.becomes)
                 parts.append(f"{number_text(each.value)} is {becomes} in {format_title(each.dtype)}")
             if origin.inputs:
-                parts.append(f"it received {join_items(operand_texts(origin))}")
-        parts.append(_propagation(failure))
+                evidence["inputs"] = _one_line(join_items(operand_texts(origin)))
+        if path := _propagation(failure):
+            evidence["path"] = _one_line(path)
     place = Place(
         file=site.file or None,
         line=site.line if site.file and site.line and site.line > 0 else None,
@@ -91,7 +94,8 @@ def failure_finding(rule: Rule, failure: Failure, what: str, *, advice: str = ""
         rank=failure.rank if failure.ranks > 1 else None,
     )
     message = _one_line("; ".join(filter(None, parts)))
-    return rule.at(place, message, evidence=failure.evidence(), fix=_fix(failure, advice or rule.fix))
+    plain: dict[str, object] = to_json_types(evidence)  # names may contain what JSON does not allow
+    return rule.at(place, message, evidence=plain | failure.evidence(), fix=_fix(failure, advice or rule.fix))
 
 
 def _propagation(failure: Failure) -> str:
@@ -121,14 +125,15 @@ def _one_line(text: str) -> str:
 
 
 def _fix(failure: Failure, advice: str) -> str:
-    """Return a fix that was tried and helped, as code; else one that might; and the general advice."""
+    """Return a fix that was tried and helped, as code; else the general advice, and a fix that might help."""
     helped = next((trial for trial in failure.trials if trial.finite), None)
     failed = [f"{trial.what} ({_outcome(failure, trial)})" for trial in failure.trials if not trial.finite]
     then = [_one_line(f"Tried in the replay, but did not help: {join_items(failed)}.")] if failed else []
     if helped is not None:
-        works = "" if _is_absurd(failure, helped) else ", and it works"
+        is_absurd = _is_absurd(failure, helped)
+        works = "" if is_absurd else ", and it works"
         head = _one_line(f"Tried in the replay{works}: {helped.what} ({_outcome(failure, helped)}).")
-        return "\n".join([head, *_indented(helped.code), *then, f"In general: {advice}"])
+        return "\n".join([head, *_indented(helped.code), *then, *([f"In general: {advice}"] if is_absurd else [])])
     untried = None if failed else failure.untried_fix()
     if untried is not None:
         then = [_one_line(f"Possible fix, not tried: {untried.what}."), *_indented(untried.code)]

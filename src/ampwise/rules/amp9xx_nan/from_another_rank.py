@@ -23,6 +23,7 @@ RULE = Rule(
     ),
     bad="dist.all_reduce(statistics)  # sums of a batch that is empty on one rank: 0/0 there, NaN everywhere",
     good="dist.all_reduce(sums)\ndist.all_reduce(counts)\nmean = sums / counts.clamp_min(1)",
+    consequence_of=("AMP9",),
 )
 
 

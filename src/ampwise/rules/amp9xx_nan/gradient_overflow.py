@@ -21,8 +21,8 @@ RULE = Rule(
         "multiplied by a large factor, or a steep function (a division by a small number, a power)."
     ),
     fix=(
-        "Make the loss a mean and remove large factors from it; train in BF16, which needs no loss scale; or keep the "
-        "module in FP32."
+        "Make the loss a mean, and remove large factors from it. Or train in BF16, which needs no loss scale, or keep"
+        " the module in FP32."
     ),
     bad='loss = 1000 * F.mse_loss(output, target, reduction="sum")',
     good="loss = F.mse_loss(output, target)",

@@ -20,7 +20,7 @@ RULE = Rule(
     ),
     fix=(
         "Train in BF16 if the hardware supports it. Otherwise keep this module or line in FP32, or make its inputs "
-        "smaller: normalise first, and divide before a matmul, not after."
+        "smaller. To do that, normalise first, and divide before a matmul, not after."
     ),
     bad='with torch.autocast("cuda", torch.float16):\n    scores = q @ k.transpose(-2, -1) / math.sqrt(d)',
     good='with torch.autocast("cuda", torch.float16):\n    scores = (q / math.sqrt(d)) @ k.transpose(-2, -1)',

@@ -20,8 +20,8 @@ RULE = Rule(
         "does not rule this out, and loss scaling does not help."
     ),
     fix=(
-        "Keep the input away from that point: add or clamp *inside* the function (`(x.float() + 1e-6).sqrt()`; 1e-12 "
-        "is 0 in FP16), and apply `torch.where` before the function as well as after it."
+        "Keep the input away from that point: add or clamp *inside* the function, `(x.float() + 1e-6).sqrt()`. 1e-12 "
+        "is 0 in FP16. Apply `torch.where` before the function as well as after it."
     ),
     bad="length = torch.where(x > 0, x.sqrt(), 0.0)",
     good="safe = torch.where(x > 0, x, 1.0)\nlength = torch.where(x > 0, safe.sqrt(), 0.0)",

@@ -20,11 +20,12 @@ RULE = Rule(
         "eager code does not have, or a hardware fault."
     ),
     fix=(
-        "Set `torch.use_deterministic_algorithms(True)` and check whether it recurs at the same step; run without "
-        "torch.compile; if it is always the same machine, test its memory."
+        "Set `torch.use_deterministic_algorithms(True)`, and see whether it recurs at the same step. Run without "
+        "torch.compile. If it is always the same machine, test its memory."
     ),
     bad="def loss_fn():\n    x, y = next(batches)  # another batch in the replay\n    return F.mse_loss(model(x), y)",
     good="def loss_fn(x, y):\n    return F.mse_loss(model(x), y)",
+    consequence_of=("AMP612", "AMP613"),
 )
 
 

@@ -27,8 +27,8 @@ RULE = Rule(
         "0/0 is NaN, and m/0 is inf. The gradients were fine, so no scaler skipped the step; the next loss is NaN."
     ),
     fix=(
-        "Keep the parameters in FP32 and use autocast (`ampwise.Engine` does); if they must be FP16, use an eps that "
-        "FP16 can represent and that keeps updates small: 1e-4."
+        "Keep the parameters in FP32 and use autocast, as `ampwise.Engine` does. If they must be FP16, use an eps "
+        "that FP16 can represent and that keeps updates small: 1e-4."
     ),
     bad="model.half()\noptimizer = torch.optim.Adam(model.parameters(), lr=1e-3)",
     good="optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)\nengine = ampwise.Engine(model, optimizer)",

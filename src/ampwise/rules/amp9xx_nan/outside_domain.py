@@ -19,8 +19,8 @@ RULE = Rule(
         "probability rounds to 0. A guard like `+ 1e-8` has no effect in FP16, where everything up to 3e-8 is 0."
     ),
     fix=(
-        "Keep the argument away from the edge with `clamp`, by an amount that the format can represent (1e-4 in "
-        "FP16), or use the function made for it: log_softmax, logsigmoid, F.gaussian_nll_loss."
+        "Keep the argument away from the edge with `clamp`, by an amount the format can represent (1e-4 in FP16). Or "
+        "use the function made for it: log_softmax, logsigmoid, F.gaussian_nll_loss."
     ),
     bad="std = (x.square().mean() - x.mean().square()).sqrt()",
     good="std = x.var(correction=0).clamp_min(1e-12).sqrt()",

@@ -19,8 +19,8 @@ RULE = Rule(
         "exponential, a long product) far larger than its final one."
     ),
     fix=(
-        "Rewrite the formula to avoid the large intermediate result (logsumexp, log-probabilities, subtracting the "
-        "maximum first), or bound the inputs: clip gradients, lower the learning rate, normalise."
+        "Avoid the large intermediate result: logsumexp, log-probabilities, subtracting the maximum first. Or bound "
+        "the inputs: clip gradients, lower the learning rate, normalise."
     ),
     bad="share = torch.exp(x) / torch.exp(x).sum(-1, keepdim=True)",
     good="share = torch.softmax(x, -1)",

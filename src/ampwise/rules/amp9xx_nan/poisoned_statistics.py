@@ -20,8 +20,8 @@ RULE = Rule(
         "every evaluation is NaN."
     ),
     fix=(
-        "Reset the statistics (`module.reset_running_stats()`) or restore the buffer from an earlier checkpoint, and "
-        "find the batch that corrupted it: an earlier step was not finite."
+        "Reset the statistics (`module.reset_running_stats()`), or restore them from an earlier checkpoint. Then find"
+        " the batch that corrupted them: an earlier step was not finite."
     ),
     bad="model.train()\nmodel(batch_with_nan)  # the step is skipped, the statistics are not\nmodel.eval()\nmodel(x)",
     good="if x.isfinite().all():\n    loss = loss_fn(model(x), y)",

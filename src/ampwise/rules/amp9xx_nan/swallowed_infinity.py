@@ -25,8 +25,8 @@ RULE = Rule(
         "model learns from wrong values. Masks of -inf are intentional and not reported."
     ),
     fix=(
-        "Keep this module in FP32 (above all normalisations, sums of squares, and means over many values), or train "
-        "in BF16, which reaches 3.39e38."
+        "Keep this module in FP32: above all normalisations, sums of squares, and means over many values. Or train in"
+        " BF16, which reaches 3.39e38."
     ),
     bad="scale = x.half().square().mean(-1, keepdim=True).rsqrt()  # inf above 256, so the scale is 0",
     good="scale = x.float().square().mean(-1, keepdim=True).rsqrt()",

@@ -26,8 +26,8 @@ RULE = Rule(
         "own functions do that, and autocast runs them in FP32; custom code gets neither."
     ),
     fix=(
-        "Use the function that combines both, on the logits and not on probabilities: F.cross_entropy, "
-        "F.binary_cross_entropy_with_logits, log_softmax, logsumexp, logsigmoid, F.softplus."
+        "Use the function that combines both, on logits: F.cross_entropy, F.binary_cross_entropy_with_logits, "
+        "log_softmax. Others are logsumexp, logsigmoid and F.softplus."
     ),
     bad="loss = -torch.log(torch.softmax(logits, -1)[rows, labels] + 1e-8).mean()",
     good="loss = F.cross_entropy(logits, labels)",

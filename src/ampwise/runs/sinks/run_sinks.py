@@ -24,7 +24,7 @@ from ampwise.runs.sinks.metrics import MetricRows, MetricsRow, SinkEvent, SkipCo
 if TYPE_CHECKING:
     from ampwise.runs.sinks import SinkRequest
 
-__all__ = ["SINK_FAILED", "SinkFailure", "SinkPhase", "SinkThread", "Sinks", "WaitLimits", "wait_limits"]
+__all__ = ["SINK_FAILED", "SinkFailure", "SinkPhase", "SinkThread", "SinkThreads", "WaitLimits", "wait_limits"]
 
 SINK_FAILED = "sink-failed"
 MOST_WAITING = 10_000  # queued events; beyond that the oldest are dropped, which is reported at the end
@@ -109,7 +109,7 @@ class SinkFailure:
         )
 
 
-class Sinks:
+class SinkThreads:
     """Sends each event of a run to all sinks, without waiting and without raising.
 
     failed: called with an event for each sink that fails, once, from any thread. at_exit: see ``SinkThread``.

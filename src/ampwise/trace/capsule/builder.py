@@ -45,21 +45,21 @@ class BuiltModel(NamedTuple):
 
 def builder_named(text: str, capsule: Path) -> UserFunction:
     """Return the function that the user names; BadInput for a file inside the capsule's folder."""
-    place, function = split_function_name(text, "--build")
-    _refuse_inside(place, capsule, f"--build {text}")
-    return UserFunction(f"--build {text}", place, function)
+    place, function = split_function_name(text, "")
+    _refuse_inside(place, capsule, text)
+    return UserFunction(text, place, function)
 
 
 def suggested_builder(text: str | None, capsule: Path) -> UserFunction:
     """Return the function that the capsule names, if it is in a file in the current folder; else BadInput."""
     if text is None:
-        raise BadInput(f"the capsule does not say which function builds its model. Give --build: {FUNCTION_FORMAT}.")
+        raise BadInput(f"the capsule does not say which function makes its model. Add MAKE: {FUNCTION_FORMAT}.")
     place, function = split_function_name(text, "the capsule names the function")
     file = _own_file(place)
     if file is None:
         raise BadInput(
             f"the capsule names the function {text!r}, which is not in a file of yours in {Path.cwd()}, so it is not "
-            f"run. Change to the folder that has the file, or give --build: {FUNCTION_FORMAT}."
+            f"run. Change to the folder that has the file, or add MAKE: {FUNCTION_FORMAT}."
         )
     _refuse_inside(file, capsule, f"the capsule names the function {text!r}")
     if not _defines(file, function):
@@ -70,8 +70,7 @@ def suggested_builder(text: str | None, capsule: Path) -> UserFunction:
 def _refuse_inside(file: str | Path, capsule: Path, said: str) -> None:
     if str(file).endswith(".py") and is_inside(file, capsule):
         raise BadInput(
-            f"{said}: the file is inside the capsule's folder, and no code from there is run. Give --build with a file "
-            "of your own."
+            f"{said}: the file is inside the capsule's folder, and no code from there is run. Name a file of your own."
         )
 
 
@@ -144,10 +143,18 @@ def _refuse_objects(value: Any, where: str, depth: int) -> None:
         _refuse_objects(inner, f"{where}[{key!r}]", depth + 1)
 
 
-def build(builder: UserFunction, arguments: Mapping[str, Any]) -> BuiltModel:
-    """Load the user's function and call it."""
+def build(builder: UserFunction, arguments: Mapping[str, Any], inputs: int | None = None) -> BuiltModel:
+    """Load the user's function and call it.
+
+    It may also return a batch, as for the other commands. inputs: how many arguments the capsule has; if the batch has
+    another number, they are not those of the loss function, but of the model, as `ampwise run` saves them.
+    """
     made = call_user_function(builder.said, load_function(builder), builder.function, arguments)
-    expected = "expected `return model, loss_fn`"
+    expected = "expected `return model, batch, loss_fn`, `return model, loss_fn` or `return model`"
+    if isinstance(made, tuple | list) and (len(made) in (3, 4) or (len(made) == 2 and not callable(made[1]))):
+        model, batch, loss_fn = (*made, None)[:3]
+        size = len(batch) if isinstance(batch, tuple | list | Mapping) else 1
+        made = model if loss_fn is None or inputs not in (None, size) else (model, loss_fn)
     if isinstance(made, Module):
         return BuiltModel((made,), made, builder.function)
     if not isinstance(made, tuple | list) or len(made) != 2:

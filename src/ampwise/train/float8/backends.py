@@ -64,14 +64,14 @@ def refuse_wrong_kernels(fp8: Fp8, device: torch.device) -> None:
     except ImportError as error:
         raise MissingDependency(
             f"Fp8({fp8.recipe!r}): ampwise's FP8 layers need Triton, which is not installed. Install it: pip install "
-            "triton; or use torchao's: fp8='tensorwise'."
+            "triton; or use torchao's: Fp8('tensorwise')."
         ) from error
     found = wrong_results(device, fp8.recipe != "delayed", fp8.gradients == "e5m2")
     if found:
         raise PrecisionUnavailable(
             f"Engine(precision='fp8'): Triton {triton.__version__} casts {found} wrongly on "
             f"{torch.cuda.get_device_name(device)}, so ampwise's kernels are not used. Use torchao's, "
-            "fp8='tensorwise', or another version of Triton."
+            "Fp8('tensorwise'), or another version of Triton."
         )
 
 
@@ -98,8 +98,8 @@ class TransformerEngineForward:
     and tested with a mock; never run with the real package.
 
     Its scales and histories are not saved. ``get_extra_state`` returns a pickle as a tensor, and ``set_extra_state``
-    unpickles it: a checkpoint could then run code, which SECURITY.md promises that it cannot. A resumed run starts with
-    an empty history.
+    unpickles it: a checkpoint could then run code, which docs/security.md rules out. A resumed run starts with an empty
+    history.
     """
 
     def __init__(self, module: nn.Linear, fp8: Fp8) -> None:

@@ -53,6 +53,9 @@ class Float8LayerStats:
     step: int
     operands: tuple[Float8OperandStats, ...]
 
+    def __repr__(self) -> str:
+        return f"<Float8LayerStats of {len(self.operands)} operands at step {self.step}>"
+
     def __str__(self) -> str:
         rows = [HEADINGS, *(operand.cells() for operand in self.operands)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 from ampwise.errors import BadInput, UnknownName
+from ampwise.finding.terminal import shortened
 
-__all__ = ["BACKENDS", "MEASURED", "RECIPES", "Fp8", "fp8_from"]
+__all__ = ["BACKENDS", "MEASURED", "RECIPES", "Fp8"]
 
 OURS, TORCHAO, TRANSFORMER_ENGINE = "ampwise", "torchao", "transformer-engine"
 
@@ -33,15 +33,21 @@ MOST_MARGIN = 16  # powers of two; E5M2 has 32 of them
 class Fp8:
     """How the FP8 layers of a model are scaled: a recipe and its parameters.
 
-    recipe: ``"current"`` scales by the largest magnitude of each tensor now; ``"delayed"`` by those of past steps,
-        which saves a read; ``"tensorwise"``, ``"rowwise"`` and ``"rowwise+hp-weight-grad"`` are torchao's;
-        ``"measured"`` times them for each layer and takes the fastest, if it is faster than BF16.
-    backend: ``"ampwise"``, ``"torchao"`` or ``"transformer-engine"``; by default, the first that has the recipe.
-    gradients: the format of gradients, ``"e5m2"`` for its range or ``"e4m3"`` for its precision; ampwise's layers only.
-    history, margin, update: parameters of ``"delayed"``: the number of past steps, the number of powers of two left
-        free above their magnitudes, and whether the largest (``"max"``) or the last (``"last"``) of them counts.
-    wide, narrow: globs of module names that stay in BF16, and of modules that run in FP8 although they are the first,
-        the last, a router or small. A glob includes all submodules.
+    Args:
+        recipe: ``"current"`` scales by the largest magnitude of each tensor now; ``"delayed"`` by those of past steps,
+            which saves a read; ``"tensorwise"``, ``"rowwise"`` and ``"rowwise+hp-weight-grad"`` are torchao's;
+            ``"measured"`` times them for each layer and takes the fastest, if it is faster than BF16.
+        backend: ``"ampwise"``, ``"torchao"`` or ``"transformer-engine"``; by default, the first that has the recipe.
+        gradients: the format of gradients, ``"e5m2"`` for its range or ``"e4m3"`` for its precision; ampwise's layers
+            only.
+        history, margin, update: parameters of ``"delayed"``: the number of past steps, the number of powers of two left
+            free above their magnitudes, and whether the largest (``"max"``) or the last (``"last"``) of them counts.
+        wide, narrow: globs of module names that stay in BF16, and of modules that run in FP8 although they are the
+            first, the last, a router or small. A glob includes all submodules.
+
+    Raises:
+        BadInput: an argument does not fit; the message says what to pass.
+        UnknownName: no such recipe or backend.
 
     >>> Fp8("delayed", history=32).made_by, Fp8("rowwise").made_by
     ('ampwise', 'torchao')
@@ -78,13 +84,26 @@ class Fp8:
             )
         _check_delayed(self)
 
+    def __repr__(self) -> str:
+        values = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
+        return shortened(
+            f"Fp8({', '.join(f'{name}={value!r}' for name, value, default in values if value != default)})"
+        )
+
     @property
     def made_by(self) -> str | None:
         """The backend; None for "measured" without one, which times all that are available."""
         return self.backend or (None if self.recipe == MEASURED else RECIPES[self.recipe][0])
 
     def by(self, recipe: str) -> Fp8:
-        """Return these settings for one of the recipes that are timed, as far as its backend has them."""
+        """Return these settings for one of the recipes that are timed, as far as its backend has them.
+
+        Args:
+            recipe: its name.
+
+        Returns:
+            the settings.
+        """
         backend = self.backend or RECIPES[recipe][0]
         gradients = self.gradients if backend == OURS else GRADIENTS[0]
         of_delayed = {name: getattr(self, name) for name in OF_DELAYED} if recipe == DELAYED else {}
@@ -94,17 +113,6 @@ class Fp8:
     def gradient_format(self) -> str:
         """Format that gradients are cast to; torchao's rowwise recipes set it themselves."""
         return "e4m3" if self.recipe in BY_ROW else self.gradients
-
-
-def fp8_from(asked: Any) -> Fp8:
-    """Return the ``Fp8`` for an argument ``Engine(fp8=...)``."""
-    if asked is None:
-        return Fp8()
-    if isinstance(asked, Fp8):
-        return asked
-    if isinstance(asked, str):
-        return Fp8(asked)
-    raise BadInput(f"Engine(fp8={asked!r}): expected the name of a recipe, {_listed()}, or ampwise.Fp8(...).")
 
 
 def _check_recipe(recipe: object, backend: object) -> None:

@@ -15,7 +15,7 @@ from ampwise.errors import BadInput, MissingDependency
 from ampwise.train.float8.fp8_cast import ALIGNMENT
 from ampwise.train.float8.fp8_linear import linear_of_empty_batch, out_dtype
 from ampwise.train.float8.layer_choice import choose_layers
-from ampwise.train.float8.recipe import RECIPES, TORCHAO, fp8_from
+from ampwise.train.float8.recipe import RECIPES, TORCHAO, Fp8
 
 __all__ = ["TorchaoForward", "float8_of_torchao", "prepare"]
 
@@ -48,13 +48,15 @@ class TorchaoForward:
         return out[:rows].reshape(*x.shape[:-1], -1) if short else out
 
 
-def prepare(model: nn.Module, fp8: Any = "tensorwise", *, all_gather: bool = True, emulate: bool = False) -> nn.Module:
+def prepare(
+    model: nn.Module, fp8: str | Fp8 = "tensorwise", *, all_gather: bool = True, emulate: bool = False
+) -> nn.Module:
     """Convert layers to torchao's FP8 layers before ``fully_shard``, so that FSDP2 gathers weights in FP8.
 
     Converts the layers that ``Engine(model, optimizer, precision="fp8")`` would choose, which then uses them. Returns
     the model, changed in place. Create the optimizer after ``fully_shard``, as always.
     """
-    asked = fp8_from(fp8)
+    asked = fp8 if isinstance(fp8, Fp8) else Fp8(fp8)
     if asked.made_by != TORCHAO or (all_gather and asked.recipe != "tensorwise"):
         expected = "'tensorwise', to gather weights in FP8" if all_gather else f"one of {', '.join(NAMES)}"
         raise BadInput(f"prepare(fp8={asked.recipe!r}): expected a recipe of torchao, {expected}.")

@@ -50,8 +50,19 @@ def make_optimizer(name: str, parameters: Module | Iterable[Any], **options: Any
     """Create an optimizer by name: "adamw", "adam", "sgd", "adafactor"; "adamw8bit", "adamw4bit", "adamwfp8".
 
     The last three, and "adam8bit", "adam4bit", "adamfp8", are torchao's: two moments in 8 or 4 bits instead of 32 each.
-    ``parameters`` is a model, or what torch's optimizers take; options are the optimizer's own. On a GPU, torch's
-    optimizers are fused.
+    On a GPU, torch's optimizers are fused.
+
+    Args:
+        name: one of those.
+        parameters: a model, or what torch's optimizers take.
+        **options: the optimizer's own, such as ``lr``.
+
+    Returns:
+        the optimizer.
+
+    Raises:
+        UnknownName: no optimizer of that name.
+        MissingDependency: it is torchao's, which is not installed.
 
     >>> import ampwise
     >>> model = torch.nn.Linear(4, 4)

@@ -156,17 +156,26 @@ def _forward(module: nn.Module, name: str, earlier: Callable[..., Any] | None, /
 def keep(precision: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function to run in ``"fp32"``, ``"fp16"`` or ``"bf16"``, whatever autocast is set to.
 
+    For FP32, narrower tensors among the arguments, nested ones too, are cast to FP32, and autocast is off inside.
+    ``torch.autocast(enabled=False)`` alone casts nothing, so 16-bit inputs would be computed in 16 bits. For a 16-bit
+    dtype, autocast is on inside with that dtype. Gradients have the dtype of the arguments. Works on methods too, and
+    torch.compile can trace it. For modules, see ``ampwise.Policy``.
+
+    Args:
+        precision: ``"fp32"``, ``"fp16"`` or ``"bf16"``.
+
+    Returns:
+        a decorator.
+
+    Raises:
+        UnknownName: no such precision.
+
     >>> import torch, ampwise
     >>> @ampwise.keep("fp32")
     ... def entropy(logits):
     ...     return torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)
     >>> entropy(torch.zeros(4, dtype=torch.bfloat16)).dtype
     torch.float32
-
-    For FP32, narrower tensors among the arguments, nested ones too, are cast to FP32, and autocast is off inside.
-    ``torch.autocast(enabled=False)`` alone casts nothing, so 16-bit inputs would be computed in 16 bits. For a 16-bit
-    dtype, autocast is on inside with that dtype. Gradients have the dtype of the arguments. Works on methods too, and
-    torch.compile can trace it. For modules, see ``ampwise.Policy``.
     """
     if callable(precision):
         raise BadInput('keep() needs a precision: write @ampwise.keep("fp32").')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
+from ampwise.finding.terminal import shortened
+from ampwise.train.float8.recipe import Fp8
 from ampwise.train.precision.call_in_precision import checked_precision, is_wrapped_forward, wrap_forward
 from ampwise.train.precision.policy_table import ModuleLine, policy_table
 from ampwise.train.precision.precision import (
@@ -50,6 +52,20 @@ class KeepRule(NamedTuple):
 class Policy:
     """Precision of a model, with exceptions by module.
 
+    Patterns are globs over the dotted names of modules; ``*`` also matches dots, and the root module has no name.
+    Prefixes added by DistributedDataParallel, FSDP, torch.compile and checkpointing are ignored. If several rules match
+    a module, the last one wins. A rule for a ModuleList or ModuleDict, which is never called, applies to each module in
+    it.
+
+    Args:
+        base: the precision, by the names that ``Engine`` takes.
+        rules: exceptions; ``keep`` adds them.
+        fp8: with ``Policy("fp8")``, how its layers are scaled. Not part of ``as_dict``.
+
+    Raises:
+        BadInput: an argument does not fit.
+        UnknownName: no such precision.
+
     >>> import torch, ampwise
     >>> model = torch.nn.Sequential()
     >>> model.body, model.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
@@ -64,15 +80,11 @@ class Policy:
     >>> with policy.apply(model), torch.autocast("cpu", torch.bfloat16):
     ...     model(torch.ones(1, 8)).dtype
     torch.float32
-
-    Patterns are globs over the dotted names of modules; ``*`` also matches dots, and the root module has no name.
-    Prefixes added by DistributedDataParallel, FSDP, torch.compile and checkpointing are ignored. If several rules match
-    a module, the last one wins. A rule for a ModuleList or ModuleDict, which is never called, applies to each module in
-    it.
     """
 
     base: str = "auto"
     rules: tuple[KeepRule, ...] = ()
+    fp8: Fp8 | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.base, str):
@@ -83,9 +95,23 @@ class Policy:
             raise UnknownName("precision", self.base, BASES, listing=f"Policy() takes {_listed(BASES)}.")
         if not isinstance(self.rules, tuple) or not all(isinstance(rule, KeepRule) for rule in self.rules):
             raise BadInput(f"Policy({self.base!r}): add rules with keep(precision, name).")
+        if self.fp8 is not None and not (isinstance(self.fp8, Fp8) and self.base == "fp8"):
+            raise BadInput(f"Policy({self.base!r}, fp8={self.fp8!r}): expected Policy('fp8', fp8=ampwise.Fp8(...)).")
 
     def keep(self, precision: str, *patterns: str) -> Policy:
-        """Return a policy that also runs the modules matching any of these patterns in this precision."""
+        """Return a policy that also runs the modules matching any of these patterns in this precision.
+
+        Args:
+            precision: such as ``"fp32"``.
+            *patterns: names or globs of modules.
+
+        Returns:
+            the policy.
+
+        Raises:
+            BadInput: no pattern, or not a name.
+            UnknownName: no such precision.
+        """
         asked = f"Policy.keep({precision!r})"
         name = checked_precision(asked, precision)
         if not patterns:
@@ -98,15 +124,24 @@ class Policy:
         return replace(self, rules=(*self.rules, *(KeepRule(pattern, name) for pattern in patterns)))
 
     def __repr__(self) -> str:
-        made = f"Policy({self.base!r})"
+        made = f"Policy({self.base!r}{'' if self.fp8 is None else f', fp8={self.fp8!r}'})"
         for precision, rules in groupby(self.rules, key=lambda rule: rule.precision):
             made += f".keep({_listed([precision, *(rule.pattern for rule in rules)])})"
-        return made
+        return shortened(made, 1000)
 
     def modules(self, model: nn.Module) -> dict[str, str]:
         """Return the precision of each module that a rule applies to, by name.
 
         A module with several names has the same precision under all of them.
+
+        Args:
+            model: whose modules are meant.
+
+        Returns:
+            precisions by name.
+
+        Raises:
+            UnknownName: a pattern matches nothing.
         """
         decided = self._decided(model)
         return {name: decided[module].precision for name, module in named_modules(model).items() if module in decided}
@@ -118,6 +153,16 @@ class Policy:
         they are. A module whose weights are used without calling it, such as ``out_proj`` in
         ``nn.MultiheadAttention``, is not affected: keep the module that uses them. Applying the same policy twice
         changes nothing.
+
+        Args:
+            model: changed until the policy is removed.
+
+        Returns:
+            what removes it: ``.remove()``, or the end of a ``with``.
+
+        Raises:
+            UnknownName: a pattern matches nothing.
+            BadInput: another policy is applied.
         """
         decided = self._decided(model)
         on = [module for module in model.modules() if is_wrapped_forward(module.__dict__.get("forward"))]
@@ -134,7 +179,14 @@ class Policy:
         return AppliedPolicy([*on, *fresh], fresh)
 
     def describe(self, model: nn.Module) -> str:
-        """Return a table of what runs in which precision and why: modules with parameters, and those with a rule."""
+        """Return a table of what runs in which precision and why: modules with parameters, and those with a rule.
+
+        Args:
+            model: to describe.
+
+        Returns:
+            the table as text.
+        """
         decided, named = self._decided(model), named_modules(model)
         by_layer = self._by_layer(model)
         lines: list[ModuleLine] = []
@@ -167,7 +219,17 @@ class Policy:
 
     @classmethod
     def from_dict(cls, data: Any) -> Policy:
-        """Return the policy that ``as_dict`` wrote."""
+        """Return the policy that ``as_dict`` wrote.
+
+        Args:
+            data: plain data.
+
+        Returns:
+            the policy.
+
+        Raises:
+            BadInput: the data is not that of a policy.
+        """
         parts = _parts(data, "a policy", {"version", "base", "keep"})
         if parts["version"] != VERSION or isinstance(parts["version"], bool):
             raise BadInput(f"Policy.from_dict(): expected version {VERSION}, got {parts['version']!r}.")
@@ -183,7 +245,14 @@ class Policy:
         return policy
 
     def patterns(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Return the modules that a rule applies to, with the rule's pattern."""
+        """Return the modules that a rule applies to, with the rule's pattern.
+
+        Args:
+            model: whose modules are meant.
+
+        Returns:
+            patterns by module.
+        """
         return {module: rule.pattern for module, rule in self._decided(model).items()}
 
     def _decided(self, model: nn.Module) -> dict[nn.Module, KeepRule]:

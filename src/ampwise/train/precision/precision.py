@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from ampwise.hardware.torch_info import read_device
 from ampwise.numbers.emulation.recipe import EmulationRecipe, parse_recipe
 from ampwise.train.float8.recipe import MEASURED, RECIPES
 from ampwise.train.low_bit.pure_bf16 import PURE, PureBf16, parse_pure_bf16
+from ampwise.train.precision.names import AUTO, EMULATE, RIGHT_NAMES
 
 __all__ = [
     "AUTO",
@@ -73,30 +74,22 @@ EXTRA_PRECISIONS: dict[str, TrainPrecision] = {
     )
 }
 ALL = {**PRECISIONS, **EXTRA_PRECISIONS}
-AUTO = "auto"
-EMULATE = "emulate:"  # followed by a format: matmuls on values rounded to it, on any device
 EXAMPLE = f"{EMULATE}mxfp8"
 WITH_OPTIONS = (EMULATE, f"{PURE},")  # prefixes of names with options
 
-# Names that other libraries use, for the error message: they are not accepted.
-OTHER_NAMES = {
-    "fp32": ("float32", "float", "32", "32-true", "no"),
-    "fp16": ("float16", "half", "16", "16-mixed"),
-    "bf16": ("bfloat16", "bf16-mixed"),
-    "fp8": ("float8", "fp8-mixed", "transformer-engine"),
-    "bf16-pure": ("bf16-true", "pure-bf16"),
-}
-RIGHT_NAMES = {other: name for name, others in OTHER_NAMES.items() for other in others}
 BETWEEN = " ,:;/_-"  # separators between "fp8" and a recipe, where others write them as one name
+
+FP16_FEATURES = ("amx_fp16", "avx512_fp16")  # FP16 arithmetic of ARM is not used for matmuls by torch
 
 NO_SCALE = "and BF16's range needs no loss scale"
 
 
 class ChosenPrecision(NamedTuple):
-    """A precision, and why it was chosen, in one line."""
+    """A precision, and why it was chosen, in one line; slow: that the device runs it slower than FP32, if it does."""
 
     precision: TrainPrecision
     why: str
+    slow: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +99,7 @@ class DevicePrecisions:
     lacks: Mapping[str, str]  # a sentence by precision
     best: str
     why: str
+    slow: Mapping[torch.dtype, str] = field(default_factory=dict)  # a sentence by dtype, where FP32 is faster
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -133,7 +127,8 @@ def choose_from(asked: str, facts: DevicePrecisions) -> ChosenPrecision:
             f"Engine(precision={asked!r}): {facts.lacks[plain]} It runs {', '.join(facts.runs)}. "
             f"{emulated}Use precision='auto' to let ampwise choose."
         )
-    return ChosenPrecision(precision_named(asked), "requested")
+    precision = precision_named(asked)
+    return ChosenPrecision(precision, "requested", facts.slow.get(precision.dtype, "") if precision.dtype else "")
 
 
 def precision_named(name: str) -> TrainPrecision:
@@ -198,7 +193,14 @@ def cpu_precisions(cpu: Cpu) -> DevicePrecisions:
     else:
         best, why = "bf16", f"it has {FEATURES[feature]} ({feature}), {NO_SCALE}"
     lacks = _unlike_a_gpu(name, (torch.float16, torch.bfloat16))
-    return DevicePrecisions(lacks=lacks, best=best, why=f"{best} on {name}: {why}")
+    fast = {torch.bfloat16: ("BF16", BF16_FEATURES), torch.float16: ("FP16", FP16_FEATURES)}
+    slow = {
+        dtype: f"{name} has no {title} matmul instructions: training in {title} may be many times slower than in FP32. "
+        "Use precision='auto' or 'fp32'; to try out numerics, a small model."
+        for dtype, (title, features) in fast.items()
+        if cpu.features is not None and not any(each in cpu.features for each in features)
+    }
+    return DevicePrecisions(lacks=lacks, best=best, why=f"{best} on {name}: {why}", slow=slow)
 
 
 def other_precisions(kind: str, dtypes: tuple[torch.dtype, ...]) -> DevicePrecisions:
@@ -265,4 +267,4 @@ def _hint(text: str) -> str:
     recipe: str | None = rest.lstrip(BETWEEN)
     if recipe not in known:
         recipe = next(iter(nearest(str(recipe), known)), None) if text != rest != recipe else None
-    return f"The FP8 recipe is a separate argument: precision='fp8', fp8={recipe!r}. " if recipe else ""
+    return f"For an FP8 recipe: precision=ampwise.Fp8({recipe!r}). " if recipe else ""

@@ -100,11 +100,18 @@ class GradScaler(torch.amp.GradScaler):
     inf and NaN, clipping (``clip_``) and the counts by parameter (``census``) take one read, and nothing syncs with the
     GPU. A step with a gradient that is not finite is skipped in any precision, with ``enabled=False`` too.
 
-    min_scale, max_scale: the scale stays between them. An overflow at ``min_scale`` raises ScaleCollapsed.
-    hysteresis: the first n - 1 overflows in a row do not lower the scale; from the n-th on, each does.
-    guard: with ``enabled=False``, still skip steps whose gradients are not finite, and warn if it continues.
-    process_group: the ranks over which plain gradients are sharded (FSDP1, custom sharding), so that they skip
-        and clip together. Not needed with DDP and FSDP2.
+    Args:
+        device: ``"cuda"`` or ``"cpu"``.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in ``torch.amp.GradScaler``.
+        min_scale, max_scale: the scale stays between them. An overflow at ``min_scale`` raises ScaleCollapsed.
+        hysteresis: the first n - 1 overflows in a row do not lower the scale; from the n-th on, each does.
+        guard: with ``enabled=False``, still skip steps whose gradients are not finite, and warn if it continues.
+        process_group: the ranks over which plain gradients are sharded (FSDP1, custom sharding), so that they skip and
+            clip together. Not needed with DDP and FSDP2.
+
+    Raises:
+        BadInput: an argument does not fit.
+        ScaleCollapsed: by ``update``: an overflow at ``min_scale``.
 
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -187,6 +194,9 @@ class GradScaler(torch.amp.GradScaler):
         """Divide the optimizer's gradients by the scale now, in memory, to read or change them before the step.
 
         Optional: ``step`` does it otherwise. Does not sync with the device.
+
+        Args:
+            optimizer: whose gradients to divide.
         """
         entry = self._entry(optimizer)
         if not self._enabled:
@@ -217,6 +227,18 @@ class GradScaler(torch.amp.GradScaler):
         is clipped; with several calls, the lowest limit counts. The coefficient is that of
         ``torch.nn.utils.clip_grad_norm_``, from a norm summed in FP64: weights agree with torch's to the last digits,
         not to the last bit.
+
+        Args:
+            optimizer: one, or several.
+            max_norm: the limit.
+            norm_type: 2.0, or another p of the p-norm.
+
+        Returns:
+            the norm, on the device.
+
+        Raises:
+            BadInput: an argument does not fit.
+            RuntimeError: after ``step``.
         """
         optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
         if not optimizers or any(map(torch.is_tensor, optimizers)):
@@ -297,6 +319,17 @@ class GradScaler(torch.amp.GradScaler):
         """Step the optimizer, unless a gradient is inf or NaN: then nothing changes.
 
         A fused optimizer decides on the device. For any other, this syncs with the device, as torch does.
+
+        Args:
+            optimizer: to step.
+            *args: passed to ``optimizer.step``.
+            **kwargs: likewise, by name.
+
+        Returns:
+            what ``optimizer.step`` returns; None if it was skipped on the host.
+
+        Raises:
+            RuntimeError: a second time before ``update``.
         """
         entry = self._entry(optimizer)
         if not self._enabled:
@@ -366,12 +399,15 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None, *, loss: Tensor | None = None) -> None:
         """End the iteration: update the scale, or set it.
 
-        loss: the unscaled loss of the step. If it is inf or NaN itself, as after a bad batch, the overflow says nothing
-            about the scale, which stays, for up to 30 such steps in a row. Without it, each overflow lowers the scale,
-            as in torch. With several ranks, pass the same on all of them, such as their sum. No sync.
+        Args:
+            new_scale: the scale to set; by default it is updated.
+            loss: the unscaled loss of the step. If it is inf or NaN itself, as after a bad batch, the overflow says
+                nothing about the scale, which stays, for up to 30 such steps in a row. Without it, each overflow lowers
+                the scale, as in torch. With several ranks, pass the same on all of them, such as their sum. No sync.
 
-        Raises ScaleCollapsed after an overflow with the scale at ``min_scale``: on a GPU one call later, when the
-        numbers have arrived, so that nothing syncs. Steps in between are skipped like any other.
+        Raises:
+            ScaleCollapsed: after an overflow with the scale at ``min_scale``: on a GPU one call later, when the numbers
+                have arrived, so that nothing syncs. Steps in between are skipped like any other.
         """
         if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
             raise BadInput(f"update(loss={loss!r}): expected the loss of the step, a tensor with one number.")
@@ -415,6 +451,9 @@ class GradScaler(torch.amp.GradScaler):
         """Between iterations: undo the backoff of this step, and restore the growth tracker from before it.
 
         The step's numbers have arrived, and the scale is written on the device: no sync.
+
+        Args:
+            result: of the step.
         """
         if result.backoff <= 1 or self._scale is None or self._growth_tracker is None:
             return
@@ -496,7 +535,14 @@ class GradScaler(torch.amp.GradScaler):
         return super().state_dict() | dict(zip(COUNT_KEYS, self._counts(), strict=True))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state of this class or of torch's; if it is invalid, raise BadInput and change nothing."""
+        """Load a state of this class or of torch's; if it is invalid, raise BadInput and change nothing.
+
+        Args:
+            state_dict: what ``state_dict`` returned.
+
+        Raises:
+            BadInput: it is invalid; nothing has changed.
+        """
         if not self._enabled:
             return
         if not state_dict:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ampwise.finding import Finding
-from ampwise.finding.terminal import paint, printable
+from ampwise.finding.terminal import paint, printable, shortened
 from ampwise.tune.advise.choice import ExpectedGain, PrecisionChoice
 from ampwise.tune.advise.symptoms import SYMPTOMS, TriageStep
 
@@ -103,7 +103,7 @@ class Advice:
 
     def __repr__(self) -> str:
         against = "".join(f", {finding.evidence['answer']}: {finding.rule.code}" for finding in self.findings)
-        return f"<Advice: {self.precision} on {self.choice.target.name}{against}>"
+        return shortened(f"<Advice: {self.precision} on {self.choice.target.name}{against}>")
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON; unknown values are None."""

@@ -153,9 +153,9 @@ class PrecisionChoice:
         return ExpectedGain(low=low, high=high, ceiling=ratio.value, over=over, approximate=ratio.approximate)
 
     @property
-    def subject(self) -> str:
+    def make(self) -> str:
         """The function named in suggested commands: the user's own, or a placeholder."""
-        return self.model.name if self.model.name and ":" in self.model.name else "train:make"
+        return self.model.name if self.model.name and ":" in self.model.name else "train.py:make"
 
     @property
     def elsewhere(self) -> str:
@@ -167,7 +167,7 @@ class PrecisionChoice:
         """The command that estimates the memory of a whole step."""
         model = self.model
         if model.read or model.parameters is None or model.kind not in (None, "transformer"):
-            return f"ampwise memory {self.subject}{self.elsewhere}"
+            return f"ampwise memory {self.make}{self.elsewhere}"
         return f"ampwise memory --params {model.size.replace(' ', '')}{self.elsewhere}"
 
     def finding(

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["CLAIMS", "HALVES", "IDEAS", "Claim", "objections"]
 
-# Text with fields such as {choice.subject} and {want}, or a function of the choice; "" or None for no text.
+# Text with fields such as {choice.make} and {want}, or a function of the choice; "" or None for no text.
 Text = str | Callable[["PrecisionChoice"], str | None]
 Condition = Callable[["PrecisionChoice"], object]
 
 HALVES = ("fp16", "bf16")
 CHECK, RUN = "ampwise check train.py", "ampwise run train.py"
-COMPARE = "ampwise bench {choice.subject}"
+COMPARE = "ampwise bench {choice.make}"
 DIGITS = {
     "16-bit": "2 or 3 decimal digits",
     "TF32": "3 decimal digits in matmuls",
@@ -40,7 +40,7 @@ SIZES = {
     "multiples of 64": "preferred on an A100; more padding, seldom more speed",
 }
 OF_SIZES = "tensor cores load 16 bytes at a time: 8 elements of FP16 or BF16, 16 of FP8"
-ALIGN = "ampwise align {choice.subject}{choice.elsewhere}"
+ALIGN = "ampwise align {choice.make}{choice.elsewhere}"
 MISALIGNED = "which layers are misaligned at run time, and what each costs"
 LOSS_COSTS = {
     "as it is": "inf from exp, then NaN, on the first batch with a large score",
@@ -216,7 +216,7 @@ CLAIMS: tuple[Claim, ...] = (
             "replaying the bad step": "the time of about ten steps; reports the operation, its line and the fix",
         },
         show=(
-            "ampwise run --capsule capsules train.py, then ampwise replay capsules/step-000012 --build "
+            "ampwise run --capsule capsules train.py, then ampwise replay capsules/step-000012 "
             "train.py:make --precision fp32",
             "whether the same step is finite in FP32, and which operation went bad first",
         ),
@@ -372,7 +372,7 @@ CLAIMS: tuple[Claim, ...] = (
         fact=_assumed_gain,
         costs={"assuming": "code to maintain, for a speedup that may not exist", "measuring": "five minutes"},
         show=(
-            lambda choice: f"ampwise bench {choice.subject} --precisions fp32,{choice.half or 'bf16'}",
+            lambda choice: f"ampwise bench {choice.make} --precisions fp32,{choice.half or 'bf16'}",
             "the speedup, and the reason when it is low",
         ),
     ),

@@ -203,7 +203,7 @@ def _speedup_why(choice: PrecisionChoice, precision: str, gain: ExpectedGain | N
     if gain is None and not choice.target.known:
         return "unknown, as the device is unknown"
     if gain is None:
-        return f"no range: the peaks of {choice.target.name} are unknown; measure it: ampwise bench {choice.subject}"
+        return f"no range: the peaks of {choice.target.name} are unknown; measure it: ampwise bench {choice.make}"
     if gain.measured:
         ceiling = f"ceiling {gain.ceiling:.0f}× (datasheet)"
         return f"measured on one H200 at 1.3 B and at width 4096, torchao, compiled; {ceiling}"
@@ -224,19 +224,19 @@ def _changes(choice: PrecisionChoice, precision: str) -> Iterator[str]:
     if precision == "bf16" and target.has("fp16"):
         yield "Results worse than in FP32: FP16 has three more bits, and a GradScaler."
     if precision in HALVES and choice.measured is None:
-        yield f"`ampwise bench {choice.subject}` below 1.1: stay in {target.wide.upper()}."
+        yield f"`ampwise bench {choice.make}` below 1.1: stay in {target.wide.upper()}."
     if precision in ("fp32", "tf32") and not choice.exact:  # what would make it 16 bits
         if target.half is None and target.known:
             yield "A device with 16-bit tensor cores: name it with --gpu."
         elif choice.half is not None:
             half = choice.half.upper()
-            yield f"`ampwise bench {choice.subject}` above 1.1, or activations that do not fit: {half}."
+            yield f"`ampwise bench {choice.make}` above 1.1, or activations that do not fit: {half}."
         elif choice.stays_wide:
             yield "Activations that do not fit: 16 bits, only to save memory."
     if precision == "bf16" and target.kind == "cuda" and target.has("fp8") and (model.parameters or 0) >= WORTH_FP8:
         yield "FP8 measured faster than compiled BF16 on this model: FP8."
     if model.parameters is None or model.kind is None:
-        yield "Size and kind of the model: give --params 7B --arch transformer, or module:callable."
+        yield "Size and kind of the model: give --params 7B --arch transformer, or train.py:make."
     if precision in ("fp16", "auto"):
         wider = "" if target.has("bf16") is False else ", or BF16 where it has tensor cores"
         yield f"NaN that a replay in FP32 does not reproduce: keep the module it names in FP32{wider}."

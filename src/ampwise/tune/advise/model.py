@@ -111,14 +111,14 @@ class ModelFacts:
         return kind if self.parameters is None else f"{kind} of {self.size} parameters"
 
 
-def parse_count(text: str) -> int:
+def parse_count(text: str | float) -> int:
     """Parse a number of parameters.
 
     >>> parse_count("7B"), parse_count("124M"), parse_count("1.3e9"), parse_count("25_600_000")
     (7000000000, 124000000, 1300000000, 25600000)
     """
-    match = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([kmbgt]?)", text.strip().lower())
+    match = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([kmbgt]?)", str(text).strip().lower())
     count = float(re.sub("[_,]", "", match[1])) * SIZES[match[2]] if match else 0.0
     if match is None or not 1 <= count <= MOST or abs(count - round(count)) > 1e-6:
-        raise BadInput(f"params {text[:80]!r}: expected a number of parameters, such as 124M, 7B or 1.3e9.")
+        raise BadInput(f"--params {str(text)[:80]}: expected a number of parameters, such as 124M, 7B or 1.3e9.")
     return round(count)

@@ -11,8 +11,8 @@ __all__ = ["SYMPTOMS", "TriageStep", "triage"]
 
 CHECK, RUN = "ampwise check train.py", "ampwise run train.py"
 CAPSULE = "ampwise run --capsule capsules train.py"
-REPLAY = "ampwise replay capsules/step-000012 --build train.py:make --precision fp32"
-COMPARE = "ampwise bench {choice.subject}{precisions}"
+REPLAY = "ampwise replay capsules/step-000012 train.py:make --precision fp32"
+COMPARE = "ampwise bench {choice.make}{precisions}"
 
 SYMPTOMS: dict[str, str] = {
     "nan": "the loss is NaN or inf",
@@ -91,7 +91,7 @@ STEPS: dict[str, tuple[tuple[str | None, str], ...]] = {
         ),
         (RUN, "share of matmuls in 16 bits (AMP504), casts (AMP505), syncs (AMP502), waiting for data (AMP506)"),
         (
-            "ampwise align {choice.subject}{choice.elsewhere}",
+            "ampwise align {choice.make}{choice.elsewhere}",
             "sizes that are not multiples of 8 for 16 bits, of 16 for FP8, and what each costs",
         ),
         ("ampwise gpu", "whether it has tensor cores for the format, and whether TF32 was on before"),

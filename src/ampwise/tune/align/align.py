@@ -53,6 +53,21 @@ def align(
     The step runs once, forward and backward. On a GPU, the gain from better sizes is measured; without one, the step
     runs on tensors without memory, and costs are derived from the FLOPs.
 
+    Args:
+        make: "train:make", or the function itself, which returns model, batch and loss function.
+        precision: the precision to train in: fp32, tf32, fp16, bf16 or fp8.
+        gpu: the GPU to train on, by a name of `ampwise gpu --list`; default: the one in this machine.
+        batch: rows of the batch.
+        to: make sizes multiples of this.
+        device: "cuda" or "cpu"; default: a GPU, if this machine has one that matches ``gpu``.
+        progress: called with the current activity.
+
+    Returns:
+        the misaligned layers, what each costs, and what to do; ``print`` shows it.
+
+    Raises:
+        BadInput: an argument does not fit; the message says what to pass.
+
     >>> import torch, ampwise
     >>> def make(batch=4096):
     ...     model = torch.nn.Sequential(torch.nn.Linear(1024, 4093), torch.nn.ReLU(), torch.nn.Linear(4093, 1024))
@@ -64,13 +79,6 @@ def align(
     0 4096×4093×1024 outputs 4093 → 4096 ampwise.pad_(model)
     >>> [finding.rule.code for finding in found.findings]
     ['AMP503', 'AMP503']
-
-    make: "train:make", or the function itself, which returns model, batch and loss function.
-    precision: the precision to train in: fp32, tf32, fp16, bf16 or fp8.
-    gpu: the GPU to train on, by a name of `ampwise gpu --list`; default: the one in this machine.
-    batch: rows of the batch.
-    to: make sizes multiples of this.
-    device: "cuda" or "cpu"; default: a GPU, if this machine has one that matches ``gpu``.
     """
     multiple_for(precision, to)
     target = None if gpu is None else _checked_gpu(gpu, precision)
@@ -211,7 +219,7 @@ def _products(
     case: TrainCase, recorder: MatmulRecorder, precision: str, device: torch.device, to: int | None
 ) -> StepMatmuls:
     return StepMatmuls(
-        subject=case.name,
+        name=case.name,
         precision=precision,
         device=device.type,
         to=to,

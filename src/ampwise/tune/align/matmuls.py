@@ -196,7 +196,7 @@ class LayerMatmuls:
 class StepMatmuls:
     """The matmuls of one training step."""
 
-    subject: str
+    name: str
     precision: str
     device: str  # "cuda" or "cpu", whichever it ran on
     gpu: str | None = None  # the GPU that the sizes should suit
@@ -263,7 +263,7 @@ class StepMatmuls:
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON, layers ordered by cost."""
         return {
-            "subject": self.subject,
+            "name": self.name,
             "precision": self.precision,
             "device": self.device,
             "gpu": self.gpu,

@@ -31,6 +31,28 @@ def pad_(
 ) -> Padding:
     """Pad linear layers, with the embeddings tied to them, to sizes that tensor cores read in whole words.
 
+    The model computes the same: padding is zero, gets gradients of exactly zero, and stays zero under any elementwise
+    optimizer. Outputs, losses and state dicts keep their sizes; a checkpoint of either model loads into the other. Only
+    parameters change their shapes, in place, so pad before the optimizer's first step, or pass the optimizer.
+    ``unpad_`` undoes it.
+
+    Args:
+        model: changed in place.
+        to: pad to multiples of this; by default of 8 for 16 bits, 4 for TF32 and FP32, 16 for FP8, and of whole cache
+            lines (64 for 16 bits) where that adds at most 1%.
+        precision: the precision the model is trained in.
+        only: names or globs of modules to pad, however small they are.
+        head: the module that makes the logits. An embedding whose weight the model's code multiplies with, as in
+            ``F.linear(x, self.wte.weight)`` or ``x @ self.wte.weight.T``, is padded only if given here.
+        logits: "sliced": unpadded, a view of the padded ones. "masked": padded, with -inf in the padding.
+        optimizer: optimizers that have already trained the model, to pad their state, too.
+
+    Returns:
+        what was padded, and what was left and why; ``print`` shows it.
+
+    Raises:
+        BadInput: an argument does not fit; the message says what to pass.
+
     >>> import torch, ampwise
     >>> model = torch.nn.Sequential(torch.nn.Linear(512, 1001), torch.nn.ReLU(), torch.nn.Linear(1001, 512))
     >>> print(ampwise.pad_(model))
@@ -39,20 +61,6 @@ def pad_(
       2: 512×1001 → 512×1008, takes padded inputs
     >>> model[0].weight.shape, model.state_dict()["0.weight"].shape
     (torch.Size([1008, 512]), torch.Size([1001, 512]))
-
-    The model computes the same: padding is zero, gets gradients of exactly zero, and stays zero under any elementwise
-    optimizer. Outputs, losses and state dicts keep their sizes; a checkpoint of either model loads into the other. Only
-    parameters change their shapes, in place, so pad before the optimizer's first step, or pass the optimizer.
-    ``unpad_`` undoes it.
-
-    to: pad to multiples of this; by default of 8 for 16 bits, 4 for TF32 and FP32, 16 for FP8, and of whole cache lines
-            (64 for 16 bits) where that adds at most 1%.
-    precision: the precision the model is trained in.
-    only: names or globs of modules to pad, however small they are.
-    head: the module that makes the logits. An embedding whose weight the model's code multiplies with, as in
-            ``F.linear(x, self.wte.weight)`` or ``x @ self.wte.weight.T``, is padded only if given here.
-    logits: "sliced": unpadded, a view of the padded ones. "masked": padded, with -inf in the padding.
-    optimizer: optimizers that have already trained the model, to pad their state, too.
     """
     _check(model, "pad_")
     patterns = (only,) if isinstance(only, str) else tuple(only)
@@ -76,6 +84,13 @@ def pad_(
 
 def unpad_(model: nn.Module, *, optimizer: Optimizer | Sequence[Optimizer] = ()) -> None:
     """Undo ``pad_``: restore the class and size of every padded layer, exactly. Other layers stay as they are.
+
+    Args:
+        model: changed in place.
+        optimizer: optimizers that have trained the padded model, to cut their state, too.
+
+    Raises:
+        BadInput: an argument does not fit; the message says what to pass.
 
     >>> import torch, ampwise
     >>> model = torch.nn.Linear(512, 1001)

@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from ampwise.errors import BadInput, UnknownName
-from ampwise.finding.terminal import printable
+from ampwise.finding.terminal import printable, shortened
 from ampwise.train.precision.policy import named_modules
 from ampwise.tune.align.data_flow import Chain, find_chains, modules_taken_apart
 from ampwise.tune.align.layers import KEPT, MASKED, SLICED, PaddedEmbedding, PaddedLinear
@@ -81,6 +81,9 @@ class Padding:
 
     padded: tuple[PaddedWeight, ...]
     left: tuple[UnpaddedLayer, ...]
+
+    def __repr__(self) -> str:
+        return shortened(f"<Padding: {str(self).partition(chr(10))[0]}>")
 
     def __str__(self) -> str:
         if not self.padded and not self.left:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampwise.finding import Finding
-from ampwise.finding.terminal import printable
+from ampwise.finding.terminal import printable, shortened
 from ampwise.tune.align.matmuls import ROWS, LayerMatmuls, StepMatmuls, multiple_for, tile_remarks
 from ampwise.tune.align.padding_plan import Padding
 
@@ -88,7 +88,7 @@ class Alignment:
         size = f", {made.rows} rows" if made.rows else ""
         tokens = f" ({made.tokens:,} tokens)" if made.tokens else ""
         step = f", a step takes {made.step_ms:.3g} ms" if made.step_ms else ""
-        return f"{printable(made.subject)} in {made.precision}{size}{tokens}{step}; costs are {self.basis}"
+        return f"{printable(made.name)} in {made.precision}{size}{tokens}{step}; costs are {self.basis}"
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -105,6 +105,9 @@ class Alignment:
             return f"misaligned: {len(self.off)} of {count} layers; worth fixing: none"
         rules = ", ".join(dict.fromkeys(finding.rule.code for finding in self.findings))
         return f"worth fixing: {len(self.findings)} of {count} layers (ampwise explain {rules})"
+
+    def __repr__(self) -> str:
+        return shortened(f"<Alignment: {self.verdict}>")
 
     def __str__(self) -> str:
         table = [HEADINGS, *self.rows()] if self.off else []

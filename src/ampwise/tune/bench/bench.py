@@ -49,7 +49,30 @@ def bench(
 ) -> BenchResult:
     """Train a few steps in each precision, in turns, and report which is faster, by how much, and why not more.
 
-    ``make`` returns a model, a batch and the function that computes the loss; it is called once.
+    Your random number generators are restored afterwards; your weights and gradients are not touched unless the
+    function returns them.
+
+    Args:
+        make: a function that returns a model, a batch and the function that computes the loss, or its name,
+            ``"train:make"``. It is called once.
+        precisions: any of fp32, tf32, fp16, bf16 and fp8; by default those the device runs. FP32 is always measured.
+        compiled: also measure each with ``torch.compile``.
+        batch: rows of the batch; if the function takes no size, its batch is cut or repeated.
+        device: where to train; by default a GPU, if there is one.
+        optimizer: a name, used unless the function returns an optimizer.
+        clip_norm: clip gradients to this norm; None: do not.
+        keep_fp32: patterns of modules that stay in FP32 in the 16-bit precisions.
+        rounds: how often each takes its turn; by default chosen by how long a step takes.
+        steps: steps per turn; likewise.
+        progress: called with steps done, steps in all, and the activity.
+        clock: replaces the device's own.
+
+    Returns:
+        the times, losses and memory of each precision, the verdict, and findings; ``print`` shows them.
+
+    Raises:
+        BadInput: an argument does not fit; the message says what to pass.
+        PrecisionUnavailable: the device cannot run a precision.
 
     >>> import torch, ampwise
     >>> def make(batch=4):
@@ -59,14 +82,6 @@ def bench(
     >>> result = ampwise.bench(make, ["fp32", "bf16"], device="cpu", rounds=2, steps=1)
     >>> [(row.label, row.loss.same) for row in result.rows]
     [('fp32', True), ('bf16', True)]
-
-    ``precisions``: any of fp32, tf32, fp16, bf16 and fp8; by default those the device runs. FP32 is always measured.
-    ``compiled``: also measure each with ``torch.compile``. ``batch``: rows of the batch; if the function takes no size,
-    its batch is cut or repeated. ``optimizer``: a name, used unless the function returns an optimizer. ``keep_fp32``:
-    patterns of modules that stay in FP32 in the 16-bit precisions. ``rounds`` and ``steps`` per turn are chosen by how
-    long a step takes. ``progress`` is called with steps done, steps in all, and the activity; ``clock`` replaces the
-    device's own. Your random number generators are restored afterwards; your weights and gradients are not touched
-    unless the function returns them.
     """
     names = None if precisions is None else checked_names(precisions)
     for name, number in {"rounds": rounds, "steps": steps}.items():
@@ -106,7 +121,7 @@ def bench(
         device_name = cpu.model or "CPU"
         bf16_instructions = None if cpu.features is None else any(each in cpu.features for each in BF16_FEATURES)
     speeds = SpeedComparison(
-        subject=factory.name,
+        name=factory.name,
         command=shlex.join(["ampwise", "bench", _command_name(factory), *words]),
         device=target.type,
         device_name=device_name,

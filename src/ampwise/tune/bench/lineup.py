@@ -22,8 +22,9 @@ from ampwise.train.float8.backends import make_forward, refuse_wrong_kernels
 from ampwise.train.float8.layer_choice import choose_layers
 from ampwise.train.float8.layer_forward import install_forward, remove_forward
 from ampwise.train.float8.recipe import Fp8
+from ampwise.train.precision.names import RIGHT_NAMES
 from ampwise.train.precision.policy import Policy
-from ampwise.train.precision.precision import PRECISIONS, RIGHT_NAMES, DevicePrecisions
+from ampwise.train.precision.precision import PRECISIONS, DevicePrecisions
 from ampwise.tune.bench.speeds import BASE, PrecisionRow
 from ampwise.tune.train_case import TrainCase, TrainingStep
 from ampwise.watch.time_use import HALVES
@@ -89,21 +90,6 @@ def why_no_float8(device: torch.device) -> str | None:
     if not found.has_tensor_cores(FP8):
         return f"{found.name} has no FP8 tensor cores."
     return None
-
-
-def parse_keep(given: Sequence[str]) -> tuple[str, ...]:
-    """Parse the patterns of ``--keep fp32=PATTERN``.
-
-    >>> parse_keep(["fp32=*.head"])
-    ('*.head',)
-    """
-    patterns = []
-    for text in given:
-        precision, equals, pattern = text.partition("=")
-        if precision != BASE or not equals or not pattern:
-            raise BadInput(f"--keep {text}: expected fp32=PATTERN, such as fp32=*.router.")
-        patterns.append(pattern)
-    return tuple(patterns)
 
 
 # --- contenders -----------------------------------------------------------------------------------------------------

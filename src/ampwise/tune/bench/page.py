@@ -1,12 +1,15 @@
-"""The page of ``ampwise bench``, which compares precisions: bars and tables, without a script."""
+"""The page of ``ampwise bench``, which compares precisions: bars and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ampwise.report.formatting import format_bytes, format_duration
+from ampwise.report.page.run_view import finding_card, rules_of, severity_chips
 from ampwise.report.page.templates import render_template
+from ampwise.runs.rows import CountedFinding
 from ampwise.tune.bench.result import (
     BASES,
     MEANINGS,
@@ -35,12 +38,41 @@ def precisions_page(speeds: SpeedComparison, findings: Sequence[Finding]) -> str
     """Return the whole file."""
     best = speeds.best
     headings, rows = speed_table(speeds)
-    rules = {finding.rule.code: finding.rule for finding in findings}
+    cards = []
+    for number, finding in enumerate(findings, 1):
+        # The experiment is the command to try; the page shows it with a button, not among the evidence.
+        experiment = str(finding.evidence.get("experiment") or "")
+        rest = {name: value for name, value in finding.evidence.items() if name != "experiment"}
+        card = finding_card(CountedFinding(finding=finding.but(evidence=rest)), f"finding-{number}")
+        cards.append(replace(card, command=experiment, example=[]))
     labels = [label for label in speeds.layers[0].seconds if label != BASE] if speeds.layers else []
+    headline, lead = speed_headline(speeds), "A whole training step: forward, backward, clip, optimizer."
+    if best is not None:  # the noise and what torch.compile adds come below the title
+        headline, _, compiled = headline.partition("; ")
+        headline, _, noise = headline.partition(" (")
+        headline = headline.replace("definitely ", "use ", 1)
+        parts = [noise.removesuffix(")"), f"fastest compiled: {compiled}" if compiled else ""]
+        said = "; ".join(part for part in parts if part)
+        lead = f"{said[0].upper()}{said[1:]}. {lead}" if said else lead
+    headline = f"{headline[0].upper()}{headline[1:]}"
+    sections = {
+        "speed": ("Speed", speeds.rows),
+        "numbers": ("Numbers", rows),
+        "findings": ("Reasons and warnings", cards),
+        "time": ("Time", any(row.split and row.step_s for row in speeds.rows)),
+        "memory": ("Memory", any(row.memory for row in speeds.rows)),
+        "layers": ("Layers", speeds.layers),
+        "basis": ("How it was measured", True),
+        "rules": ("Rules", cards),
+    }
     view = {
-        "title": speed_headline(speeds),
+        "title": f"{headline} · {speeds.name}",
+        "headline": headline,
+        "lead": lead,
+        "chips": severity_chips(cards),
+        "nav": [(name, title) for name, (title, found) in sections.items() if found],
         "mood": MOODS.get(str(speeds.verdict(best)), "") if best is not None else "",
-        "subject": speeds.subject,
+        "name": speeds.name,
         "setting": setup_text(speeds),
         "command": speeds.experiment(),
         **_bars(speeds),
@@ -54,8 +86,8 @@ def precisions_page(speeds: SpeedComparison, findings: Sequence[Finding]) -> str
             "left": max(0, len(speeds.layers) - MOST_LAYERS),
             "base": BASE,
         },
-        "findings": findings,
-        "rules": [rules[code] for code in sorted(rules)],
+        "cards": cards,
+        "rules": rules_of(cards),
         "bases": [(name.replace("_", " "), basis) for name, basis in BASES.items()],
         "notes": notes_of(speeds),
     }
@@ -72,6 +104,7 @@ def _bars(speeds: SpeedComparison) -> dict[str, Any]:
             "precision": row.precision,
             "compiled": row.compiled,
             "said": "",
+            "range": "",
             "width": 0.0,
             "from": 0.0,
             "to": 0.0,
@@ -80,7 +113,8 @@ def _bars(speeds: SpeedComparison) -> dict[str, Any]:
         }
         ratio = row.ratio_to_eager
         if ratio is not None:
-            bar["said"] = f"{ratio_text(ratio.median)} ({ratio_text(ratio.low)}–{ratio_text(ratio.high)})"
+            bar["said"] = ratio_text(ratio.median)
+            bar["range"] = "" if row.label == BASE else f" ({ratio_text(ratio.low)}–{ratio_text(ratio.high)})"
             bar["width"], bar["from"], bar["to"] = (
                 _percent(each / widest) for each in (ratio.median, ratio.low, ratio.high)
             )

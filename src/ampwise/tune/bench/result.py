@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampwise.finding import Finding, html
 from ampwise.finding.registry import run_checks
-from ampwise.finding.terminal import console, printable, table
+from ampwise.finding.terminal import console, printable, shortened, table
 from ampwise.tune.bench.speeds import BASE, KINDS, LayerTime, PrecisionRow, SpeedComparison
 from ampwise.tune.bench.verdict import DEFINITELY, KIND_WORDS, OPTIONAL, USE, SpeedVerdict, ratio_text
 
@@ -96,6 +96,9 @@ class BenchResult:
             "basis": BASES,
         }
 
+    def __repr__(self) -> str:
+        return shortened(f"<BenchResult: {self.verdict}>")
+
     def __str__(self) -> str:
         out = console(io.StringIO())
         with out.capture() as captured:
@@ -106,7 +109,7 @@ class BenchResult:
         speeds, best = self.speeds, self.best
         mood = MOODS.get(str(speeds.verdict(best)), "") if best is not None else ""
         head = html.paragraph(f"{html.badge('precisions', mood)} {html.bold(self.verdict)}")
-        where = html.paragraph(f"{html.code(speeds.subject)} on {html.text(speeds.device_name)}", soft=True)
+        where = html.paragraph(f"{html.code(speeds.name)} on {html.text(speeds.device_name)}", soft=True)
         headings, cells = speed_table(speeds)
         rows = []
         for row, words in zip(speeds.rows, cells, strict=True):
@@ -133,7 +136,7 @@ def show(out: Console, result: BenchResult) -> None:
         out.print(printable(text), style=style, markup=False, soft_wrap=True)
 
     speeds = result.speeds
-    say(f"{speeds.subject} on {setup_text(speeds)}", style="dim")
+    say(f"{speeds.name} on {setup_text(speeds)}", style="dim")
     say(result.verdict, style="bold")
     out.print()
     out.print(_rows_table(speeds))
@@ -319,7 +322,7 @@ def setup_text(speeds: SpeedComparison) -> str:
     if speeds.tokens is not None:
         parts.append(f"{speeds.tokens:,} tokens")
     if speeds.rounds:
-        parts.append(f"{speeds.rounds} rounds")
+        parts.append(f"{speeds.rounds} round{'s' if speeds.rounds != 1 else ''}")
     return ", ".join(parts)
 
 

@@ -188,7 +188,7 @@ class PrecisionRow:
 class SpeedComparison:
     """Comparison of a training step in each precision on one device."""
 
-    subject: str
+    name: str
     command: str  # that measures it, with all non-default options
     device: str  # "cuda", "cpu"
     device_name: str
@@ -250,10 +250,10 @@ class SpeedComparison:
 
     @property
     def align_command(self) -> str:
-        """The command that finds misaligned layers of the same subject."""
-        (program, _, *subject), *given = _parts(self.command)
+        """The command that finds misaligned layers of the same function."""
+        (program, _, *make), *given = _parts(self.command)
         kept = [part for part in given if part[0] in ("--device", "--batch")]
-        return shlex.join([program, "align", *subject, *chain.from_iterable(kept)])
+        return shlex.join([program, "align", *make, *chain.from_iterable(kept)])
 
     def larger(self) -> str:
         """Return the command with four times the batch."""

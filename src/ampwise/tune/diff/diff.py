@@ -59,8 +59,25 @@ def diff(
 ) -> Difference:
     """Run a training step on two sides and compare it module by module, forward and backward.
 
-    ``fn(*args, **kwargs)`` returns the loss; it is a function that uses a model, or the model itself. Weights, batch
-    and random numbers are the same on both sides; nothing is updated, and all state is restored.
+    Weights, batch and random numbers are the same on both sides; nothing is updated, and all state is restored.
+
+    Args:
+        fn: returns the loss: a function that uses a model, or the model itself.
+        *args: passed to ``fn``.
+        a, b: the two sides: fp32, tf32, fp16 (with loss scaling), bf16, fp64, or any format of ``ampwise.find_format``
+            (emulated matmuls), with a device and options: "fp32@cuda", "bf16,attention=math" (flash, efficient, cudnn),
+            "bf16,compiled", "fp16,scale=1024", "tf32,emulated"; or an ``ampwise.Policy``.
+        ops: also compare operation by operation.
+        modules: patterns of modules to compare.
+        floor: measure how much two runs of a differ, which takes one more step.
+        **kwargs: passed to ``fn``.
+
+    Returns:
+        the error of each module, where it first grows beyond what the formats explain, and findings; ``print`` shows
+        it.
+
+    Raises:
+        BadInput: an argument does not fit; the message says what to pass.
 
     >>> import torch, ampwise
     >>> _ = torch.manual_seed(0)
@@ -70,12 +87,6 @@ def diff(
     (True, ['', '0', '1', '2'])
     >>> result.rows[1].error < 0.01
     True
-
-    ``a``, ``b``: fp32, tf32, fp16 (with loss scaling), bf16, fp64, or any format of ``ampwise.find_format`` (emulated
-    matmuls), with a device and options: "fp32@cuda", "bf16,attention=math" (flash, efficient, cudnn),
-    "bf16,compiled", "fp16,scale=1024", "tf32,emulated"; or an ``ampwise.Policy``.
-    ``ops``: also compare operation by operation. ``modules``: patterns of modules to compare. ``floor``: measure how
-    much two runs of a differ, which takes one more step.
     """
     if not callable(fn):
         raise BadInput(
@@ -84,8 +95,8 @@ def diff(
     patterns = (modules,) if isinstance(modules, str) else tuple(modules)
     models = {"": fn} if isinstance(fn, Module) else find_models(fn, args, kwargs)
     options = DiffOptions(ops=ops, modules=patterns, floor=floor)
-    subject = str(getattr(fn, "__name__", type(fn).__name__))
-    return compare_sides(fn, args, kwargs, models, parse_side(a), parse_side(b), options, subject=subject)
+    name = str(getattr(fn, "__name__", type(fn).__name__))
+    return compare_sides(fn, args, kwargs, models, parse_side(a), parse_side(b), options, name=name)
 
 
 def compare_sides(
@@ -97,7 +108,7 @@ def compare_sides(
     b: Side,
     options: DiffOptions,
     *,
-    subject: str,
+    name: str,
 ) -> Difference:
     """Compare two sides with explicit models and options."""
     names = ModuleNames(models, options.modules)
@@ -130,7 +141,7 @@ def compare_sides(
     extra = {call.index: call for call in only_b if call.module is not None}.values()
     return Difference(
         StepDifference(
-            subject=subject,
+            name=name,
             a=_facts(one, losses[0]),
             b=_facts(other, losses[1]),
             rows=(

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampwise.finding.terminal import printable
-from ampwise.report.formatting import evidence_line
 from ampwise.report.page import difference_page
-from ampwise.report.page.run_view import MORE_CONTEXT, FindingCard, rules_of
-from ampwise.report.source_lines import recorded_lines
+from ampwise.report.page.run_view import MORE_CONTEXT, finding_card, rules_of, severity_chips
+from ampwise.report.page.templates import plain
 from ampwise.runs.rows import CountedFinding
 from ampwise.tune.diff.headline import BASES, remarks, side_texts
 from ampwise.tune.diff.tensor_difference import BEYOND, ComparedTensor
@@ -31,16 +30,34 @@ LARGEST_FILE = 2**21  # bytes of a source file to quote lines from
 def render_page(result: Difference) -> str:
     """Return one self-contained HTML file."""
     evidence, first = result.evidence, result.evidence.first
-    cards = [_card(finding, f"finding-{number}") for number, finding in enumerate(result.findings, 1)]
+    here = str(Path.cwd())
+    cards = [
+        finding_card(CountedFinding(finding=finding, excerpt=_excerpt(finding)), f"finding-{number}", folder=here)
+        for number, finding in enumerate(result.findings, 1)
+    ]
     modules, ops, parameters = difference_tables(evidence, None, MOST_OPS, MOST_PARAMETERS)
+    differing = [row for row in parameters.rows if row[1] not in ("0", "")]
+    sections = {
+        "depth": ("Error by depth", evidence.rows),
+        "findings": ("Findings", cards),
+        "modules": ("Modules", modules.rows),
+        "ops": ("Operations", ops.rows),
+        "gradients": ("Gradients", parameters.rows),
+        "rules": ("Rules", cards),
+    }
+    sides, _, said = result.verdict.partition(": ")
+    headline = f"{said[0].upper()}{said[1:]}" if said else sides
     shown = {
-        "title": f"{result.verdict}.",
+        "title": f"{plain(headline)} · {sides} · {evidence.name}",
+        "headline": headline,
         "mood": mood_of(result),
+        "chips": severity_chips(cards),
+        "nav": [(name, title) for name, (title, found) in sections.items() if found],
         "first": "" if first is None else f"It {spot_text(first)}.{op_text(first)}",
-        "sides": [("subject", evidence.subject), *side_texts(evidence).items()],
+        "name": evidence.name,
+        "sides": side_texts(evidence).items(),
         "notes": remarks(evidence),
-        "beyond": f"{BEYOND:.0f}",
-        "basis": f"Errors are {BASES['errors']}.",
+        "basis": f"Errors are {BASES['errors']}. Marks at the top of a chart are infinite.",
         "cards": cards,
         "rules": rules_of(cards),
         "module_headings": modules.headings,
@@ -50,34 +67,22 @@ def render_page(result: Difference) -> str:
         "ops": ops.rows,
         "ops_left": ops.total - ops.shown,
         "parameter_headings": parameters.headings,
-        "parameters": parameters.rows,
+        "parameters": differing,
+        "same_parameters": len(parameters.rows) - len(differing),
         "parameters_left": parameters.total - parameters.shown,
     }
     rows = [row for row in evidence.rows if row.is_leaf]
     outputs, gradients = [row.outputs for row in rows], [row.gradients for row in rows]
     made = [(*row.inputs, *row.outputs) for row in rows]
     charts = {
+        "limit": f"{BEYOND:.0f}",
         "names": [printable(row.label if row.label == row.kind else f"{row.label} ({row.kind})") for row in rows],
         "passes": [
-            _chart("Forward: what modules return", 0, outputs, made),
-            _chart("Backward: gradients of what modules return", 1, gradients, gradients),
+            _chart("Forward: outputs", 0, outputs, made),
+            _chart("Backward: their gradients", 1, gradients, gradients),
         ],
     }
     return difference_page(shown, charts)
-
-
-def _card(finding: Finding, name: str) -> FindingCard:
-    counted = CountedFinding(finding=finding, excerpt=_excerpt(finding))
-    return FindingCard(
-        id=name,
-        counted=counted,
-        place=str(finding.place) if finding.place.as_dict() else "",
-        details=[evidence_line(finding.shown_evidence)] if finding.shown_evidence else [],
-        lines=recorded_lines(counted),
-        more_lines={},
-        diff="",
-        example="",
-    )
 
 
 def _excerpt(finding: Finding) -> dict[str, Any]:

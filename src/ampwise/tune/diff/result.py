@@ -7,6 +7,7 @@ from typing import Any
 
 from ampwise.finding import Finding, Place, Severity
 from ampwise.finding.registry import run_checks
+from ampwise.finding.terminal import shortened
 from ampwise.tune.diff.headline import BASES, difference_headline
 from ampwise.tune.diff.step_difference import (
     BACKWARD,
@@ -76,7 +77,7 @@ class Difference:
         evidence = self.evidence
         growths = {phase: evidence.growth(phase) for phase in (FORWARD, BACKWARD)}
         return {
-            "subject": evidence.subject,
+            "name": evidence.name,
             "a": evidence.a.as_dict(),
             "b": evidence.b.as_dict(),
             "verdict": self.verdict,
@@ -102,7 +103,7 @@ class Difference:
         return render_page(self)
 
     def __repr__(self) -> str:
-        return f"<Difference: {self.verdict}>"
+        return shortened(f"<Difference: {self.verdict}>")
 
     def __str__(self) -> str:
         from ampwise.tune.diff.text import difference_text

@@ -20,8 +20,9 @@ from ampwise.errors import AmpwiseError, BadInput, PrecisionUnavailable, Unknown
 from ampwise.numbers.emulation.recipe import UP, EmulationRecipe, recipe_for_format, recipe_with_scales_rounded_up
 from ampwise.numbers.formats import BlockFormat, Format, all_names, find_format, find_scalar_format
 from ampwise.numbers.number_text import scale_text
+from ampwise.train.precision.names import RIGHT_NAMES
 from ampwise.train.precision.policy import Policy
-from ampwise.train.precision.precision import AUTO, PRECISIONS, RIGHT_NAMES, TrainPrecision, precisions_of
+from ampwise.train.precision.precision import AUTO, PRECISIONS, TrainPrecision, precisions_of
 
 __all__ = ["ATTENTION", "SIDE_SYNTAX", "WIDEST", "Side", "parse_side"]
 

@@ -258,7 +258,7 @@ class Growth:
 class StepDifference:
     """A step compared on two sides."""
 
-    subject: str
+    name: str
     a: SideFacts
     b: SideFacts
     rows: tuple[ModuleRow, ...] = ()

@@ -150,7 +150,7 @@ def difference_text(result: Difference, *, colour: bool = False, width: int = WI
         if everything or table.shown == table.total:
             heading = f"{title}, {order if everything else 'worst first'}"
         else:
-            heading = f"{title}, the worst {table.shown} of {table.total:,} (--all shows all)"
+            heading = f"{title}, the worst {table.shown} of {table.total:,} (-v shows all)"
         if table.rows:
             parts.append(f"{paint(heading, 'bold', colour)}\n{_aligned(table, colour, width)}")
     parts.append("\n".join(wrap_text(line, width) for line in remarks(evidence)))
@@ -158,7 +158,7 @@ def difference_text(result: Difference, *, colour: bool = False, width: int = WI
 
 
 def _finding(finding: Finding, colour: bool, width: int) -> str:
-    head = f"{finding.severity}[{finding.rule.code}]"
+    head = f"{finding.severity.word}[{finding.rule.code}]"
     first = wrap_text(f"{head} {finding.rule.name}: {finding.message}", width, "", 0)
     place = f"{INDENT}--> {printable(str(finding.place))}"
     lines = [wrap_text(line, width, INDENT, 2) for line in f"help: {finding.fix}".split("\n")]

@@ -7,7 +7,6 @@ untied head, cross-entropy over the vocabulary. It is built of fake tensors and 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -16,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampwise.errors import BadInput
+from ampwise.tune.advise.model import SIZES, parse_count
 from ampwise.tune.train_case import CaseFactory, make_factory
 
 __all__ = ["TYPICAL", "Decoder", "DecoderShape", "count_text", "decoder_factory", "decoder_shape", "parse_count"]
 
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 CLOSE = 0.1  # allowed relative difference from the requested number of parameters
 HEAD = 128  # default width of a head
 FFN_STEP = 256  # gated MLPs are 8/3 of the hidden size, rounded up to a multiple of this
@@ -92,30 +91,14 @@ TYPICAL = (
 )
 
 
-def parse_count(text: str | float) -> int:
-    """Parse a number of parameters.
-
-    >>> parse_count("7B"), parse_count("1.3b"), parse_count("124M"), parse_count(2e6)
-    (7000000000, 1300000000, 124000000, 2000000)
-    """
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kmbt]?)", str(text).strip().lower().replace("_", ""))
-    try:
-        count = float(match[1]) * UNITS[match[2]] if match else 0.0
-    except ValueError:
-        count = 0.0
-    if not 1 <= count < 1e15:
-        raise BadInput(f"--params {text}: expected a number of parameters, such as 124M, 7B or 1.3e9.")
-    return round(count)
-
-
 def count_text(count: int) -> str:
     """Format a number of parameters.
 
     >>> count_text(6_738_415_616), count_text(124_000_000), count_text(512)
     ('6.74 B', '124 M', '512')
     """
-    for unit, size in reversed(UNITS.items()):
-        if unit and count >= size:
+    for unit in ("t", "b", "m", "k"):
+        if count >= (size := SIZES[unit]):
             return f"{count / size:.3g} {unit.upper()}"
     return str(count)
 

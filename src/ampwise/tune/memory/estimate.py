@@ -62,15 +62,28 @@ def memory(
 ) -> MemoryEstimate:
     """Predict the memory of a whole CUDA training step. Nothing is allocated, and no GPU is needed.
 
-    ``what`` returns a model, a batch and the loss, as for ``ampwise.bench``: a function, or ``"train:make"``. Without
-    it, the model is a decoder transformer, by its sizes: ``params="7B"``, or ``layers``, ``hidden``, ``heads``,
-    ``kv_heads``, ``ffn``, ``vocab`` and ``seq``; sizes not given get typical values.
+    Args:
+        what: returns a model, a batch and the loss, as for ``ampwise.bench``: a function, or ``"train:make"``. Without
+            it, the model is a decoder transformer, by its sizes.
+        params: number of its parameters, ``"7B"``.
+        precisions: names, including "bf16-pure" and its options; by default FP32, TF32, FP16 and BF16.
+        batch: rows of the batch, or several such numbers.
+        optimizer: a name; by default the function's own, or AdamW.
+        checkpointing: recompute the repeated blocks of the model in the backward pass.
+        fsdp: number of ranks that share the state.
+        ddp: add DDP's buckets.
+        gpu: a device of the catalog, by default this machine's: the result says whether the step fits, and on how many
+            ranks it would.
+        largest: also find the largest batch that fits.
+        progress: called with the current activity.
+        **sizes: ``layers``, ``hidden``, ``heads``, ``kv_heads``, ``ffn``, ``vocab`` and ``seq``; those not given get
+            typical values.
 
-    ``precisions`` are names, including "bf16-pure" and its options; by default FP32, TF32, FP16 and BF16. ``optimizer``
-    is a name; by default the function's own, or AdamW. ``checkpointing`` recomputes the repeated blocks of the model in
-    the backward pass. ``fsdp`` is a number of ranks; ``ddp`` adds DDP's buckets. ``gpu`` is a device of the catalog, by
-    default this machine's: the result says whether the step fits, on how many ranks it would, and, unless ``largest``
-    is false, with which largest batch. ``progress`` is called with the current activity.
+    Returns:
+        the bytes of each kind, by precision and batch; ``print`` shows a table.
+
+    Raises:
+        BadInput: an argument does not fit; the message says what to pass.
 
     >>> import ampwise
     >>> estimate = ampwise.memory(layers=2, hidden=256, vocab=512, seq=64, precisions=["bf16"])
@@ -125,7 +138,7 @@ def _model_source(
 ) -> tuple[CaseFactory, DecoderShape | None]:
     if what is None:
         if params is None and not sizes:
-            raise BadInput("no model given: name a function such as train:make, or give sizes such as --params 7B.")
+            raise BadInput("no model given: name your function, train.py:make, or give sizes such as --params 7B.")
         shape = decoder_shape(None if params is None else parse_count(params), sizes)
         return decoder_factory(shape), shape
     given = [name for name, size in ({"params": params} | dict(sizes)).items() if size is not None]

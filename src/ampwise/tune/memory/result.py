@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from ampwise.finding.html import bold, box, paragraph, table, text
+from ampwise.finding.terminal import shortened
 from ampwise.tune.memory.allocation_log import (
     ACTIVATIONS,
     BUCKETS,
@@ -123,6 +124,9 @@ class MemoryEstimate:
             "largest_batch": None if self.largest_batch is None else dict(self.largest_batch),
             "notes": list(self.notes),
         }
+
+    def __repr__(self) -> str:
+        return shortened(f"<MemoryEstimate of {headline(self)}>")
 
     def __str__(self) -> str:
         parts = [headline(self)]

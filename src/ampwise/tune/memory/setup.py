@@ -125,6 +125,8 @@ class TrainingSetup:
         def fits(size: int) -> bool:
             return self.step(precision, size).fit(available) is not Fit.NO
 
+        if rows == 1 and self.step(precision, 1).lowest > available:
+            return 0  # nor does any larger batch
         # With a single row, dimensions of one change which operations copy: two and three rows are more typical.
         sizes = (rows, 2 * rows) if rows > 1 else (2, 3)
         first, second = (self.run(precision, size)[0] for size in sizes)

@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
 from ampwise.finding.strict_json import dumps
+from ampwise.finding.terminal import shortened
 from ampwise.runs.files import read_json, write_atomically
 from ampwise.train.arguments import model_device
 from ampwise.train.precision.contexts import PrecisionContexts
@@ -105,7 +106,7 @@ class SearchResult:
     never worse.
     """
 
-    subject: str
+    name: str
     formats: tuple[str, ...]  # as given, the cheapest first
     tolerance: float
     noise: float  # the error between two FP32 runs
@@ -152,6 +153,12 @@ class SearchResult:
                 with on.forward():
                     loss = loss_fn(x, y)
                 loss.backward()
+
+        Args:
+            model: changed while inside.
+
+        Returns:
+            a context manager.
         """
         units = self._units(model)
         choices = {choice.name: choice for choice in parse_formats(self.formats)}
@@ -174,7 +181,11 @@ class SearchResult:
         ]
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it as JSON, for ``load``."""
+        """Write it as JSON, for ``load``.
+
+        Args:
+            path: a file, overwritten.
+        """
         try:
             write_atomically(Path(path), [dumps(self.as_dict()).encode()])
         except OSError as error:
@@ -182,11 +193,21 @@ class SearchResult:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> SearchResult:
-        """Read what ``save`` wrote."""
+        """Read what ``save`` wrote.
+
+        Args:
+            path: a file that ``save`` wrote.
+
+        Returns:
+            the result.
+
+        Raises:
+            BadInput: it is not such a file.
+        """
         try:
             return cls.from_dict(read_json(Path(path), LARGEST))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, AmpwiseError) as error:
-            raise BadInput(f"SearchResult.load({str(path)!r}): not a file of ampwise search --out: {error}.") from error
+            raise BadInput(f"SearchResult.load({str(path)!r}): not a file of ampwise search -o: {error}.") from error
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON; unknown values are None."""
@@ -203,7 +224,17 @@ class SearchResult:
 
     @classmethod
     def from_dict(cls, data: Any) -> SearchResult:
-        """Read what ``as_dict`` returned, through JSON or not."""
+        """Read what ``as_dict`` returned, through JSON or not.
+
+        Args:
+            data: plain data.
+
+        Returns:
+            the result.
+
+        Raises:
+            BadInput: it is not that of a result.
+        """
         if not isinstance(data, dict) or data.get("what") != WHAT or data.get("version") != VERSION:
             raise BadInput(f"it is not marked as {WHAT!r}, version {VERSION}")
         parts = {name: data[name] for name in cls.__slots__}
@@ -232,7 +263,7 @@ class SearchResult:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} in {fmt}" for fmt, count in self.counts.items() if count)
-        return f"<SearchResult for {self.subject}: {counts}; error {self.error:.3g} of {self.tolerance:g}>"
+        return shortened(f"<SearchResult for {self.name}: {counts}; error {self.error:.3g} of {self.tolerance:g}>")
 
     def _repr_html_(self) -> str:
         from ampwise.tune.search.text import found_html

@@ -70,8 +70,30 @@ def search(
 ) -> SearchResult:
     """Find the cheapest format for each module with which loss and gradients stay within a tolerance of FP32's.
 
-    ``fn(*batch)`` returns the loss; ``batches`` are a few representative ones, of which a quarter is held back for
-    verification. Formats of 8 bits and fewer are emulated, so no hardware support is needed.
+    Formats of 8 bits and fewer are emulated, so no hardware support is needed.
+
+    Weights, buffers, gradients and random number generators are restored.
+
+    Args:
+        fn: ``fn(*batch)`` returns the loss.
+        batches: a few representative ones, of which a quarter is held back for verification.
+        tolerance: of the loss, relative; and of the progress that a step makes in each module: half of the squared
+            relative error of its gradient. Two FP32 runs are compared first, and a tolerance below their difference is
+            refused.
+        formats: names, including "fp32", for what must stay wide.
+        model: needed if it is neither ``fn`` nor the one module that ``fn`` calls.
+        modules: patterns of modules to search; the others stay in FP32.
+        gpu: the GPU whose datasheet the predicted time is based on; by default the one in this machine.
+        trials: how many assignments may be tried; if verification fails, as many again.
+        resume: a file that keeps the trials, from which an interrupted search continues. It is removed at the end.
+        progress: called with the state of the search.
+        name: what the result calls the model; by default its class.
+
+    Returns:
+        the formats by module; ``found.apply(model)`` applies them, ``found.policy`` is for an Engine.
+
+    Raises:
+        BadInput: an argument does not fit; the message says what to pass.
 
     >>> import torch, ampwise
     >>> _ = torch.manual_seed(0)
@@ -86,18 +108,6 @@ def search(
     ...     with on.forward():
     ...         loss = loss_fn(*batches[0])
     ...     loss.backward()
-
-    tolerance: of the loss, relative; and of the progress that a step makes in each module: half of the squared relative
-        error of its gradient. Two FP32 runs are compared first, and a tolerance below their difference is refused.
-    formats: names, including "fp32", for what must stay wide.
-    model: needed if it is neither ``fn`` nor the one module that ``fn`` calls.
-    modules: patterns of modules to search; the others stay in FP32.
-    gpu: the GPU whose datasheet the predicted time is based on; by default the one in this machine.
-    trials: how many assignments may be tried; if verification fails, as many again.
-    resume: a file that keeps the trials, from which an interrupted search continues. It is removed at the end.
-    progress: called with the state of the search.
-
-    Weights, buffers, gradients and random number generators are restored.
     """
     checked, choices, file = checked_tolerance(tolerance), parse_formats(formats), checked_file(resume)
     given, left_out = checked_batches(fn, batches)
@@ -134,7 +144,7 @@ class _Search:
         trials = 4 + 2 * math.ceil(math.log2(len(self.units) + 1))
         self.pace.expected = len(self.batches) * (2 + trials) + 2 + 3 * len(self.held_back)
 
-    def run(self, subject: str, limit: int, path: Path | None, gpu: Gpu | None, left_out: str | None) -> SearchResult:
+    def run(self, name: str, limit: int, path: Path | None, gpu: Gpu | None, left_out: str | None) -> SearchResult:
         """Run the search. Problems of the function in FP32 are raised before anything is tried."""
         passes, model, every = self.passes, self.passes.model, [*self.units, *self.left_wide]
         groups = ParameterGroups(model, passes.parameters)
@@ -180,7 +190,7 @@ class _Search:
         flops = sum(unit.flops for unit in every)
         notes = [] if left_out is None else [left_out]
         return SearchResult(
-            subject=subject,
+            name=name,
             formats=tuple(choice.name for choice in self.choices),
             tolerance=self.tolerance,
             noise=noise,

@@ -103,16 +103,16 @@ def _headline(found: SearchResult) -> str:
     """Return the verdict in a sentence."""
     if not found.narrower and found.spent:
         return (
-            f"{found.subject}: at a tolerance of {found.tolerance:g} nothing narrower than FP32 was found within the "
+            f"{found.name}: at a tolerance of {found.tolerance:g} nothing narrower than FP32 was found within the "
             f"limit of {found.trials} trial{'s' if found.trials > 1 else ''}"
         )
     if not found.narrower:
         formats = ", ".join(fmt for fmt in found.formats if fmt != WIDEST)
-        return f"{found.subject}: at a tolerance of {found.tolerance:g} only FP32 everywhere passes (tried: {formats})"
+        return f"{found.name}: at a tolerance of {found.tolerance:g} only FP32 everywhere passes (tried: {formats})"
     counts = ", ".join(f"{count} in {fmt}" for fmt, count in found.counts.items() if count)
     many = len(found.modules)
     return (
-        f"{found.subject}: {counts}, of {many} module{'s' if many > 1 else ''} with matmuls; error "
+        f"{found.name}: {counts}, of {many} module{'s' if many > 1 else ''} with matmuls; error "
         f"{found.error:.2g} of {found.tolerance:g} allowed"
     )
 

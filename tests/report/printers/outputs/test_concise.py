@@ -35,5 +35,5 @@ def test_a_star_marks_what_fix_fixes_and_the_summary_counts(finding):
         "a.py:1: AMP101 [*] [error] clip-scaled-grads: gradients are still scaled\n"
         "a.py:2: AMP101 [error] clip-scaled-grads: gradients are still scaled\n"
         "Found 3 findings (3 errors).\n"
-        "[*] 1 fixable with `--fix` (1 more with `--fix --unsafe-fixes`).\n"
+        "[*] 1 fixable with `ampwise check --fix a.py` (1 more with `--unsafe-fixes`).\n"
     )

@@ -1,0 +1,163 @@
+"""What a finding cost this run, in a few words computed from the record: "skipped 12% of steps: +14% time"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ampwise.report.formatting import format_percent, format_scale, read_number
+from ampwise.report.run_facts import skip_rate, steps_of
+from ampwise.runs.reader import Run
+from ampwise.runs.rows import CountedFinding
+
+__all__ = ["computed_impact", "impact_of"]
+
+
+def computed_impact(counted: CountedFinding, run: Run) -> str:
+    """Return the impact of a finding as its rule computes it from the record; empty for most rules."""
+    name = counted.finding.rule.name
+    return BY_RULE[name](counted, run) if name in BY_RULE else ""
+
+
+def impact_of(counted: CountedFinding, run: Run) -> str:
+    """Return the impact of a finding; empty if the record does not say."""
+    rule = counted.finding.rule
+    known = computed_impact(counted, run) if rule.name in BY_RULE else _from_evidence(counted.finding.evidence)
+    if known or rule.names_the_cause:
+        return known or _not_finite(counted, run)
+    steps = steps_of(run)
+    if counted.first_step is None or not 1 < counted.count <= steps:
+        return ""
+    return "at every step" if counted.count == steps else f"at {counted.count:,} of {steps:,} steps"
+
+
+def _clip(counted: CountedFinding, run: Run) -> str:
+    """The clip compares the norm of scaled gradients with the limit, which is one of limit / scale for real ones."""
+    limit = _number(str(counted.finding.evidence.get("limit", "")).partition(" ")[0])
+    scale = _scale_at(run, counted.last_step)
+    if scale is None or scale <= 1:
+        return ""
+    if limit is None:
+        return f"clips at 1/{format_scale(scale)} of the limit"
+    return f"effective clip {limit / scale:.2g} instead of {limit:g}"
+
+
+def _too_small(counted: CountedFinding, run: Run) -> str:
+    scale = _scale_at(run, counted.last_step)
+    return f"gradients {format_scale(scale)} times too small" if scale and scale > 1 else ""
+
+
+def _too_large(counted: CountedFinding, run: Run) -> str:
+    scale = _scale_at(run, counted.last_step)
+    return f"gradients {format_scale(scale)} times too large" if scale and scale > 1 else ""
+
+
+def _skips(counted: CountedFinding, run: Run) -> str:
+    share = skip_rate(run.steps)
+    if not share:
+        return ""
+    time = f": +{format_percent(share / (1 - share))} time" if share < 1 else ""
+    return f"skipped {format_percent(share)} of steps{time}"
+
+
+def _schedule(counted: CountedFinding, run: Run) -> str:
+    return f"{counted.count:,} scheduler step{'' if counted.count == 1 else 's'} ahead of the optimizer"
+
+
+def _resume(counted: CountedFinding, run: Run) -> str:
+    """A new scaler begins where this one began, and has to find the scale again."""
+    scales = [bucket.scale.mean for bucket in run.steps if bucket.scale.mean]
+    if not scales or scales[0] == scales[-1]:
+        return ""
+    if scales[0] > scales[-1]:
+        again = round(math.log2(scales[0] / scales[-1]))
+        return f"about {again} skipped step{'' if again == 1 else 's'} at each resume" if again else ""
+    return f"a resume starts at scale {format_scale(scales[0])} instead of {format_scale(scales[-1])}"
+
+
+def _no_scaler(counted: CountedFinding, run: Run) -> str:
+    lost = [census.flushed("fp16").low for sample in run.layers for census in sample.layers.values()]
+    values = [census.nonzeros for sample in run.layers for census in sample.layers.values()]
+    share = sum(lost) / sum(values) if sum(values) else 0.0
+    return f"FP16 rounds {format_percent(share)} of the gradients to zero" if share else ""
+
+
+def _evaluation(counted: CountedFinding, run: Run) -> str:
+    return f"{counted.count:,} forward pass{'' if counted.count == 1 else 'es'} not as trained"
+
+
+def _time(counted: CountedFinding, run: Run) -> str:
+    share = _number(counted.finding.evidence.get("share"))
+    return f"{format_percent(share)} of the time" if share is not None and 0 < share <= 1 else ""
+
+
+def _collapse(counted: CountedFinding, run: Run) -> str:
+    scales = [bucket.scale for bucket in run.steps if bucket.scale.low is not None and bucket.scale.high is not None]
+    if not scales:
+        return ""
+    high, low = max(one.high or 0.0 for one in scales), min(one.low or 0.0 for one in scales)
+    return f"loss scale fell from {format_scale(high)} to {format_scale(low)}" if low < high else ""
+
+
+def _not_finite(counted: CountedFinding, run: Run) -> str:
+    bad, taken = sum(bucket.loss.bad for bucket in run.steps), sum(bucket.loss.known for bucket in run.steps)
+    words = [f"loss not finite at {bad:,} of {taken:,} steps"] if bad else []
+    skipped = sum(bucket.skipped for bucket in run.steps)
+    if skipped:
+        words.append(f"{skipped:,} step{'' if skipped == 1 else 's'} skipped")
+    return ", ".join(words)
+
+
+def _from_evidence(evidence: Mapping[str, Any]) -> str:
+    """Put the numbers that several rules report into words."""
+    shares = {name: share for name in SHARES if (share := _number(evidence.get(name))) is not None and 0 <= share <= 1}
+    words = [SHARES[name].format(format_percent(share)) for name, share in shares.items() if share][:1]
+    parameters, of = _number(evidence.get("parameters")), _number(evidence.get("of"))
+    if parameters is not None and of:
+        words.append(f"{parameters:,.0f} of {of:,.0f} layers")
+    waits, steps = _number(evidence.get("waits")), _number(evidence.get("steps"))
+    if waits is not None and steps:
+        words.append(f"{waits / steps:,.3g} syncs per step")
+    return ", ".join(words)
+
+
+def _scale_at(run: Run, step: int | None) -> float | None:
+    """Return the loss scale at a step, by default the last one."""
+    known = [bucket for bucket in run.steps if bucket.scale.mean is not None and (step is None or bucket.first <= step)]
+    return known[-1].scale.mean if known else None
+
+
+def _number(value: object) -> float | None:
+    try:
+        number = float(value) if isinstance(value, str) else read_number(value)
+    except ValueError:
+        return None
+    return number if number is not None and math.isfinite(number) else None
+
+
+SHARES = {  # by the name of the evidence
+    "lost_share_at_least": "at least {} of the gradient lost",
+    "lost_share": "{} lost",
+    "subnormal_share": "{} of the gradient with fewer bits",
+    "half_share": "{} of matmul work in half precision",
+    "moved_share": "only {} of the weights moved",
+}
+BY_RULE: dict[str, Callable[[CountedFinding, Run], str]] = {
+    "clip-scaled-grads": _clip,
+    "backward-unscaled": _too_small,
+    "optimizer-step-bypasses-scaler": _too_large,
+    "grad-inspect-before-unscale": _too_large,
+    "sched-step-unconditional": _schedule,
+    "scaler-not-checkpointed": _resume,
+    "scaler-recreated": _resume,
+    "fp16-no-scaler": _no_scaler,
+    "eval-no-autocast": _evaluation,
+    "casts-take-time": _time,
+    "data-stall": _time,
+    "skip-rate": _skips,
+    "scale-oscillation": _skips,
+    "scale-collapse": _collapse,
+    "non-finite-loss": _not_finite,
+    "non-finite-gradients": _not_finite,
+}

@@ -1,0 +1,80 @@
+"""What rules say in a terminal: short sentences, no text twice, and which faults explain which."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from ampwise.finding import Place
+from ampwise.finding.registry import built_in_rules, find_rule, run_checks
+from ampwise.report.verdict import worst_first
+from ampwise.runs.rows import CountedFinding, fold_consequences
+from ampwise.watch.run_events import SchedulerStep
+
+RULES = built_in_rules()
+CODES = {rule.code for rule in RULES}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_a_tired_person_can_read_it(rule):
+    for text in (rule.summary, rule.fix):
+        for sentence in re.split(r"(?<=[.!?]) |\n", text):
+            assert len(sentence) <= 120, sentence
+    assert len(rule.fix.split("\n")) <= 3
+
+
+def test_no_two_rules_give_the_same_advice():
+    twice = {text: count for text, count in Counter(rule.fix for rule in RULES).items() if count > 1}
+    assert twice == {}
+
+
+def test_a_consequence_names_rules_that_exist_and_is_never_its_own_cause():
+    for rule in RULES:
+        causes = [each for each in RULES if each is not rule and each.code.startswith(rule.consequence_of)]
+        assert all(any(code.startswith(start) for code in CODES) for start in rule.consequence_of), rule.code
+        for cause in causes:
+            # Otherwise two findings could explain each other.
+            back = rule.code.startswith(cause.consequence_of) and rule.severity.rank <= cause.severity.rank
+            assert not (back and cause.severity.rank <= rule.severity.rank), (rule.code, cause.code)
+
+
+def seen(code, first=None, **place):
+    finding = find_rule(code).at(Place(**place), "m")
+    return CountedFinding(finding=finding, first_step=first, last_step=first)
+
+
+def folded(*found):
+    return {
+        one.finding.rule.code: [each.finding.rule.code for each in one.consequences]
+        for one in fold_consequences(worst_first(found))
+    }
+
+
+def test_one_overflow_is_one_finding():
+    found = [seen("AMP612", 4), seen("AMP613", 5), seen("AMP607", 6), seen("AMP609", 90), seen("AMP904", 4)]
+    assert folded(*found) == {"AMP904": ["AMP612", "AMP613", "AMP607", "AMP609"]}
+
+
+def test_without_the_operation_the_loss_explains_the_scale():
+    assert folded(seen("AMP607", 6), seen("AMP612", 4), seen("AMP915", 4)) == {"AMP612": ["AMP915", "AMP607"]}
+
+
+def test_faults_of_their_own_stay():
+    apart = [seen("AMP101", 1), seen("AMP114", 1), seen("AMP204"), seen("AMP501"), seen("AMP612", 3), seen("AMP904", 9)]
+    assert folded(*apart) == {code: [] for code in ("AMP101", "AMP114", "AMP204", "AMP501", "AMP612", "AMP904")}
+    assert folded(seen("AMP306", 1), seen("AMP611", 20)) == {"AMP306": ["AMP611"]}
+    assert folded(seen("AMP601", 20), seen("AMP602", 30), seen("AMP301", 1)) == {"AMP301": ["AMP601", "AMP602"]}
+
+
+def test_torchs_warning_about_the_scheduler_is_explained_and_not_another_fault():
+    step = SchedulerStep(scheduler="LinearLR", per_step=True, after_skip=True)
+    first, later = (list(run_checks(replace(step, before_any_update=is_first))) for is_first in (True, False))
+    assert first[0].message == f"{later[0].message}; hence torch's warning"
+
+
+def test_rules_of_a_plugin_that_explain_each_other_end():
+    one, other = seen("AMP101"), seen("AMP103")
+    one.finding = one.finding.but(rule=one.finding.rule.but(consequence_of=("AMP103",)))
+    other.finding = other.finding.but(rule=other.finding.rule.but(consequence_of=("AMP101",)))
+    assert set(folded(one, other)) == {"AMP101", "AMP103"}
