@@ -11,7 +11,7 @@ from ampwise.finding.terminal import say
 
 __all__ = ["RUNS", "add_make", "check_gpu", "check_precision", "check_shared", "count"]
 
-RUNS = "ampwise-runs"  # where `ampwise run` writes records, unless it is told otherwise
+RUNS = "ampwise-runs"  # where `ampwise run` writes records by default
 MAKE = "your function that makes the model and a batch: train.py:make (`ampwise init train.py` writes one)"
 # The device types of torch, and of backends that extend it.
 DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "xla", "npu", "mtia", "maia", "ipu", "vulkan", "meta", "privateuseone")

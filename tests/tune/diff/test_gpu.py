@@ -93,13 +93,13 @@ def test_what_does_not_fit_beside_the_other_side_is_left_to_a_second_round():
 
 def test_the_peak_of_the_first_side_is_seen():
     device = torch.device("cuda", torch.cuda.current_device())
-    room = MemoryBudget(device)
+    budget = MemoryBudget(device)
     large = torch.empty(2**28, dtype=torch.uint8, device=device)
-    room.made(large, 0)
-    before = room.beside(1.0, 0)
+    budget.made(large, 0)
+    before = budget.beside(1.0, 0)
     del large
-    room.made(torch.empty(2**27, dtype=torch.uint8, device=device), 0)
-    assert room.beside(1.0, 0) == before >= 0.25 * 2**28
+    budget.made(torch.empty(2**27, dtype=torch.uint8, device=device), 0)
+    assert budget.beside(1.0, 0) == before >= 0.25 * 2**28
 
 
 def test_what_has_no_room_is_kept_on_the_host(monkeypatch):

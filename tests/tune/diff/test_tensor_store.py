@@ -84,20 +84,20 @@ CPU = torch.device("cpu")
 
 @given(st.integers(2**28, 2**40), st.floats(0, 2), st.integers(0, 2**30))
 def test_what_is_kept_and_what_the_other_side_takes_stay_within_a_steps_peak(own, share, gradients):
-    room = MemoryBudget(CPU)
-    room.saved(own)
-    kept = room.beside(share, gradients)
+    budget = MemoryBudget(CPU)
+    budget.saved(own)
+    kept = budget.beside(share, gradients)
     assert kept == LEAST or kept + gradients + share * own <= MORE * own * (1 + 1e-12)
-    assert room.forward(own) == MORE * own + LEAST
+    assert budget.forward(own) == MORE * own + LEAST
 
 
 def test_the_largest_that_was_seen_counts():
-    room = MemoryBudget(CPU)
-    room.saved(2**30)
-    room.saved(2**20)
-    assert room.beside(0.0, 0) == MORE * 2**30
-    room.made((torch.ones(2), None, [torch.ones(3)], torch.eye(2).to_sparse()), 0)  # where nobody counts
-    assert room.beside(0.0, 0) == MORE * 2**30
+    budget = MemoryBudget(CPU)
+    budget.saved(2**30)
+    budget.saved(2**20)
+    assert budget.beside(0.0, 0) == MORE * 2**30
+    budget.made((torch.ones(2), None, [torch.ones(3)], torch.eye(2).to_sparse()), 0)  # where nobody counts
+    assert budget.beside(0.0, 0) == MORE * 2**30
 
 
 def model_of():

@@ -68,7 +68,7 @@ def test_every_gpu_of_the_catalog_with_memory_is_a_room():
                 catalog_memory(gpu)
         else:
             assert 0 < catalog_memory(gpu).usable < catalog_memory(gpu).total
-    totals = [room.total for room in catalog_memory_sizes()]
+    totals = [size.total for size in catalog_memory_sizes()]
     assert totals == sorted(set(totals))
 
 
@@ -80,16 +80,16 @@ def test_hopper_has_larger_workspaces():
 def test_a_fit_is_tight_where_cached_memory_has_to_go_back():
     sizes, phases = (16 * 2**20, 24 * 2**20), (Phase("forward", 0, 4), Phase("update", 4, 4))
     log = AllocationLog(sizes=sizes, kinds=("temporary",) * 2, events=(0, ~0, 1, ~1), phases=phases)
-    fits = [RankStep(log=log, extra={}).fit(room * 2**20) for room in (23, 24, 39, 40)]
+    fits = [RankStep(log=log, extra={}).fit(size * 2**20) for size in (23, 24, 39, 40)]
     assert fits == [Fit.NO, Fit.TIGHT, Fit.TIGHT, Fit.YES]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_largest_batch_is_the_one_found_by_trying_all(small, rows):
-    room = small.step(BF16, 8).lowest + 2**20
-    tried = [size for size in range(6, 11) if small.step(BF16, size).fit(room) is not Fit.NO]
-    assert small.largest_batch(BF16, rows, room) == max(tried)
+    budget = small.step(BF16, 8).lowest + 2**20
+    tried = [size for size in range(6, 11) if small.step(BF16, size).fit(budget) is not Fit.NO]
+    assert small.largest_batch(BF16, rows, budget) == max(tried)
     assert small.largest_batch(BF16, rows, 2**20) == 0
 
 
@@ -99,8 +99,8 @@ def test_what_fits_by_how_much_room_there_is(small):
     assert step.fit(usage.reserved) is Fit.YES
     assert step.fit(usage.peak - 2**20) is Fit.NO
     assert RankStep(log=step.log, extra={"x": 2**20}).fit(usage.reserved) is not Fit.YES
-    rooms = [step.fit(room) for room in range(0, 2 * usage.reserved, usage.reserved // 20)]
-    assert rooms == sorted(rooms, key=[Fit.NO, Fit.TIGHT, Fit.YES].index)  # more room is never worse
+    fits = [step.fit(size) for size in range(0, 2 * usage.reserved, usage.reserved // 20)]
+    assert fits == sorted(fits, key=[Fit.NO, Fit.TIGHT, Fit.YES].index)  # more memory is never worse
 
 
 @given(st.integers(2, 64))

@@ -65,8 +65,8 @@ function barShapes(layer, format, x, wide, low) {
 
 function axisShapes(x, low, high) {
   const foot = BARS.top + BARS.height;
-  const room = (BARS.width - BARS.left - BARS.right) / (high - low + 1); // for one power of two
-  const every = [2, 4, 8, 16, 32].find((each) => each * room >= 36) || 64;
+  const pixels = (BARS.width - BARS.left - BARS.right) / (high - low + 1); // of one power of two
+  const every = [2, 4, 8, 16, 32].find((each) => each * pixels >= 36) || 64;
   const shapes = [svg('path', { class: 'axis', d: `M${BARS.left} ${foot}H${BARS.width - BARS.right}` })];
   shapes.push(svg('text', { x: (BARS.left + BARS.width) / 2, y: foot + 29, 'text-anchor': 'middle' }, BARS.width > 560 ? 'magnitude of the unscaled gradient; below: what each format makes of it' : 'magnitude of the unscaled gradient'));
   for (let at = Math.ceil(low / every) * every; at <= high + 1; at += every) shapes.push(svg('text', { x: x(at), y: foot + 14, 'text-anchor': 'middle' }, power(2, at)));

@@ -186,15 +186,16 @@ class GpuStats:
         unscale: bool,
         request: DecisionRequest | None = None,
     ) -> None:
-        from ampwise.numbers.census.launch import launch_census
-        from ampwise.train.scaler.kernel import launch_check
-
         self.positions, self.counts = positions, True
         dense = values if all(map(Tensor.is_contiguous, values)) else list(map(flat_values, values))
         self.decision: StepDecision | None = None
         if request is None:
+            from ampwise.numbers.census.launch import launch_census
+
             self.counted = launch_census(dense, scale, write=unscale)
         else:
+            from ampwise.train.scaler.kernel import launch_check
+
             max_norm, loss, to_host = request
             self.counted, self.decision = launch_check(dense, scale, max_norm, loss, write=unscale, to_host=to_host)
         if unscale:
