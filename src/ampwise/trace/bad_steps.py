@@ -335,7 +335,7 @@ class BadStepExplainer(Callback):
             loss=None if kept.share is None else float(kept.share),
             step=bad.number,
             remarks=remarks,
-            function=batch.function,
+            touched=(batch.function,),
         )
 
     @contextmanager

@@ -76,7 +76,7 @@ class ReplayStep:
     optimizers: Sequence[Optimizer] = ()
     others: Sequence[Module] = ()  # models that ran and are not in ``models``: a teacher
     remarks: tuple[str, ...] = ()
-    function: Callable[..., Any] | None = None  # the user's, whose variables are to be restored
+    touched: Sequence[Any] = ()  # the user's function or objects, whose variables are to be restored
 
     def parameters(self) -> dict[str, Tensor]:
         return self._named("named_parameters")
@@ -140,7 +140,7 @@ class Replay:
         for device in elsewhere:  # parts of a model on other devices draw from those devices' generators
             self._stack.callback(restore_random, capture_random(device, host=False), device)
         self._stack.enter_context(gc_disabled())
-        self._attributes.note([*self.subject.models, self.subject.function])
+        self._attributes.note([*self.subject.models, *self.subject.touched])
         self._stack.enter_context(self._attributes.with_optimizers())
         self._stack.callback(_set_gradients, [(each, each.grad) for each in self._parameters.values()])
         self._stack.enter_context(run_eagerly())
@@ -222,7 +222,9 @@ class Replay:
         self._drop_gradients()
         output = muted_output() if self.subject.ran else nullcontext()
         in_fp32 = _kept_in_fp32(self.subject.models, settings.keep)
-        with in_fp32, autocast_forced_to(settings.precision, self.subject.device), output:
+        # The script may have asked torch to raise an error at the first NaN.
+        torch_checks = torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False)
+        with in_fp32, autocast_forced_to(settings.precision, self.subject.device), output, torch_checks:
             yield
         self.subject.ran = True
 

@@ -82,7 +82,7 @@ def trace(function: Callable[..., Any], /, *args: Any, swallowed: bool = False, 
         batch=batch,
         precision=current_autocast(),
         ran=False,
-        function=function,
+        touched=(function,),
     )
     with torch.enable_grad(), Replay(subject) as replay:
         taped = replay.taped(ReplaySettings(only_if_finite=True))

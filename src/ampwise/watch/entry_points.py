@@ -5,10 +5,12 @@ Reports are made in the context ``_guard``: an error of ampwise must not reach t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from math import isfinite
 from threading import get_ident
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,8 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ampwise.trace.call_site import code_owner
+from ampwise.train.scaler.gradients import first_device
 from ampwise.watch.gradients import is_ours
 from ampwise.watch.inspection import PRECISIONS, mark_scaled, unwrapped
 from ampwise.watch.overhead import StepSkipper
@@ -49,6 +53,11 @@ class EntryPoints:
         self._stepping: list[int] = []  # ids of optimizers that are stepping without a scaler
         # Tensor.backward looks it up at each call, so this one patch is enough.
         patches.replace(torch.autograd, "backward", self._wrapped_backward)
+        for name in ("item", "__float__"):
+            patches.replace(Tensor, name, self._wrapped_read)
+        for name in ("isnan", "isinf", "isfinite"):
+            patches.replace(torch, name, self._wrapped_question)
+            patches.replace(Tensor, name, self._wrapped_question)
         self._follow(GradScaler, "__init__", self.scaler_init)
         self.wrap_scaler(GradScaler)
         self._follow(Optimizer, "__init__", self.optimizer_init)
@@ -150,16 +159,65 @@ class EntryPoints:
         return call
 
     def backward(self, original: Function, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-        backward_pass, weights = None, grad_tensors
+        backward_pass, call, weights = None, None, grad_tensors
         if isinstance(weights, tuple | list) and all(each is None for each in weights):  # as torch passes it
             weights = None
         with self._guard:
             backward_pass = self._tracker.backward_begins(tensors, weights)
-        result = original(tensors, grad_tensors, *args, **kwargs)
+            if backward_pass is not None:
+                call = self._watch.backward_begins(sys._getframe(1), backward_pass.loss)
+        try:
+            result = original(tensors, grad_tensors, *args, **kwargs)
+        except RuntimeError as error:
+            if call is not None and "returned nan values" in str(error):  # torch's anomaly detection
+                with self._guard, self._follows.paused():
+                    self._watch.explain_now(call, backward_pass.loss)  # type: ignore[union-attr]
+            raise
         if backward_pass is not None:
             with self._guard:
                 self._tracker.backward_ended(backward_pass)
+                self._watch.backward_ended(call, backward_pass.loss)
         return result
+
+    def _gradients_unusable(self) -> None:
+        for optimizer, state in self._tracker.optimizers.pairs():
+            self._watch.gradients_unusable(optimizer, state)
+
+    def _read_by(self, frame: FrameType, tensor: Tensor) -> None:
+        """Explain a value that is not finite, if the script itself reads it."""
+        if code_owner(frame.f_code.co_filename) != "own":
+            return
+        if self._skipper.on:
+            self._follow_again()
+        with self._guard, self._follows.paused():
+            if tensor.grad_fn is None:  # perhaps the norm of the gradients
+                self._gradients_unusable()
+            self._watch.loss_read(frame, tensor)
+
+    def _wrapped_read(self, original: Function) -> Function:
+        """Return a function that reads a value of a tensor, and looks at it if it is not finite."""
+        follows = self._follows
+
+        def read(tensor: Tensor, *args: Any) -> Any:
+            value = original(tensor, *args)
+            if value - value != 0 and torch.is_grad_enabled() and not torch.compiler.is_compiling() and follows():
+                self._read_by(sys._getframe(1), tensor)
+            return value
+
+        return read
+
+    def _wrapped_question(self, original: Function) -> Function:
+        """Return a function such as ``torch.isnan`` that looks at a loss that is not finite."""
+        follows = self._follows
+
+        def ask(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            answer = original(tensor, *args, **kwargs)
+            asks_number = isinstance(tensor, Tensor) and tensor.numel() == 1
+            if asks_number and not torch.compiler.is_compiling() and follows() and not isfinite(tensor.detach()):
+                self._read_by(sys._getframe(1), tensor)
+            return answer
+
+        return ask
 
     # Scalers
 
@@ -236,6 +294,9 @@ class EntryPoints:
 
     def zero_grad(self, original: Function, thing: Any, *args: Any, **kwargs: Any) -> Any:
         with self._guard:
+            for optimizer, state in self._tracker.zeroes(thing):  # a script that drops them may have a reason
+                if first_device([optimizer]).type == "cpu":  # on a GPU this would sync
+                    self._watch.gradients_unusable(optimizer, state)
             self._tracker.zeroed(thing)
         return original(thing, *args, **kwargs)
 
@@ -299,7 +360,12 @@ class EntryPoints:
             number = float(limit) if isinstance(limit, int | float) else None
             for optimizer, state in self._tracker.clipped(name, given, number):
                 self._watch.gradients_ready(optimizer, state, None)
-        return original(given, *args, **kwargs)
+        try:
+            return original(given, *args, **kwargs)
+        except RuntimeError:  # error_if_nonfinite=True
+            with self._guard:
+                self._gradients_unusable()
+            raise
 
     def scheduler_init(self, original: Function, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         with self._guard:

@@ -21,6 +21,7 @@ __all__ = [
     "LossOrigin",
     "WeakStates",
     "autocast_precision",
+    "copied_by_reference",
     "device_and_precision",
     "dtype_name",
     "eps_of",
@@ -41,6 +42,7 @@ __all__ = [
     "states_in",
     "tensors_in",
     "unwrapped",
+    "version_of",
 ]
 
 PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -48,6 +50,7 @@ HALVES = ("fp16", "bf16")
 PROBES = 64  # parameters to look at, to see whether an optimizer has got gradients
 MOST_PARTS = 200  # parts of a saved object that are inspected
 DEEPEST = 8  # nesting depth in which tensors are looked for
+COPIED_DEPTH = 4  # nesting depth of containers that are copied
 MOST_STATES = 256  # objects; above this, entries of deleted objects are removed
 
 MARK = "ampwise.scaled"
@@ -234,7 +237,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return PRECISIONS.get(dtype) or str(dtype).removeprefix("torch.").replace("float8_", "fp8_")
 
 
-def tensors_in(thing: Any, depth: int = DEEPEST) -> Iterator[Tensor]:
+def tensors_in(thing: Any, depth: int = COPIED_DEPTH) -> Iterator[Tensor]:
     """Yield the tensors in a module's inputs or outputs, or in an optimizer's state."""
     if isinstance(thing, Tensor):
         yield thing
@@ -364,3 +367,22 @@ def leaves_of(roots: Iterable[Tensor]) -> set[int] | None:
             leaves.add(id(leaf))
         pending += [before for before, _ in node.next_functions]
     return leaves
+
+
+def copied_by_reference(thing: Any, tensors: list[tuple[Tensor, int]], depth: int = COPIED_DEPTH) -> Any:
+    """Copy containers, but not tensors: a script may change its containers."""
+    if isinstance(thing, Tensor):
+        kept = thing if thing.grad_fn is None else thing.detach().requires_grad_()  # without its graph
+        tensors.append((kept, version_of(kept)))
+        return kept
+    kind = type(thing)
+    if depth and kind in (list, tuple):
+        return kind([copied_by_reference(each, tensors, depth - 1) for each in thing])
+    if depth and kind is dict:
+        return {key: copied_by_reference(each, tensors, depth - 1) for key, each in thing.items()}
+    tensors += [(each, version_of(each)) for each in tensors_in(thing)]  # an unknown class is kept as it is
+    return thing
+
+
+def version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +20,16 @@ from torch import Tensor, nn
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.value_ranges import bytes_of
 from ampwise.train.random_state import HostRandomUse
-from ampwise.watch.inspection import first_parameter, floats_in, is_capturing, tensors_in
+from ampwise.watch.inspection import copied_by_reference, first_parameter, floats_in, is_capturing, version_of
+from ampwise.watch.loss_code import LossCode, Running, loss_code, running_code
 from ampwise.watch.run_events import ForwardCall
 
-__all__ = ["AutocastState", "ModelCall", "ModelCalls"]
+__all__ = ["AutocastState", "KeptLoss", "ModelCall", "ModelCalls"]
 
 MOST = 8  # calls to keep: the last of a step
 MOST_INPUTS = 2**30  # bytes: batches stay in memory a little longer
 MOST_GRADIENTS = 2**27  # bytes: without ampwise these would be freed
 OUTPUTS = 16  # most output tensors of a model
-DEEPEST = 4  # nesting depth of containers that are copied
 CPU = torch.device("cpu")
 
 
@@ -70,6 +71,8 @@ class ModelCall:
     too_large: int = 0  # bytes of a gradient that was too large to keep
     awaited: bool = False  # its step has ended, and the result may not be known yet
     dropped: bool = False
+    running: Running = ()  # the functions that led to the call
+    losses: list[KeptLoss] = field(default_factory=list)  # computed from its output, or from later calls too
     compiled: bool = False  # the model or a part of it; set by a replay
 
     def was_computed(self, tensor: Tensor) -> bool:
@@ -78,7 +81,16 @@ class ModelCall:
 
     @property
     def inputs_unchanged(self) -> bool:
-        return all(_version(tensor) == version for tensor, version in self.tensors)
+        return all(version_of(tensor) == version for tensor, version in self.tensors)
+
+
+@dataclass(slots=True, eq=False)
+class KeptLoss:
+    """A loss that a backward pass began with, and the script's code that computed it."""
+
+    code: LossCode
+    value: Tensor  # detached
+    first: ModelCall  # the first call since the backward pass before: the code begins with its random numbers
 
 
 class ModelCalls:
@@ -87,6 +99,7 @@ class ModelCalls:
     def __init__(self) -> None:
         self._kept: deque[ModelCall] = deque()
         self._running: ModelCall | None = None
+        self._since_backward: list[ModelCall] = []
         self.updates: Counter[int] = Counter()  # by optimizer; counted at the start and at the end of each update
         self.ignored: set[int] = set()  # optimizers for which no calls are kept
         self._host_random: defaultdict[type, HostRandomUse] = defaultdict(HostRandomUse)  # by class of the model
@@ -120,8 +133,8 @@ class ModelCalls:
         tensors: list[tuple[Tensor, int]] = []
         self._running = ModelCall(
             model=model,
-            args=tuple([_copied(each, tensors) for each in args]),
-            kwargs={key: _copied(each, tensors) for key, each in kwargs.items()},
+            args=tuple([copied_by_reference(each, tensors) for each in args]),
+            kwargs={key: copied_by_reference(each, tensors) for key, each in kwargs.items()},
             tensors=tensors,
             device=device,
             precision=event.precision,
@@ -131,6 +144,7 @@ class ModelCalls:
             autocast=AutocastState.here(device.type),
             random=self._host_random[type(model)].begin(device),
             in_training_mode=model.training,
+            running=running_code(),
         )
 
     def ends(self, output: Any) -> None:
@@ -150,8 +164,24 @@ class ModelCalls:
                 # On the node, not on the tensor, which the script may modify or save.
                 tensor.grad_fn.register_prehook(partial(self._keep_gradient, call, position, tensor.output_nr))
         self._kept.append(call)
+        self._since_backward.append(call)
         while len(self._kept) > MOST or sum([each.input_bytes for each in self._kept]) > MOST_INPUTS:
             self._drop(self._kept[0])
+
+    def keep_loss(self, frame: FrameType | None, loss: Tensor, *, ends: bool = True) -> ModelCall | None:
+        """Keep the code of a loss with the last of the calls that it was computed from, and return that call.
+
+        frame: of the function that uses the loss. ends: the next calls of models belong to another loss.
+        """
+        calls = [call for call in self._since_backward if not call.dropped]
+        if ends:
+            self._since_backward = []
+        if not calls:
+            return None
+        code = loss_code(frame, [call.running for call in calls])
+        if code is not None:
+            calls[-1].losses.append(KeptLoss(code, loss, calls[0]))
+        return calls[-1]
 
     def adopt(
         self,
@@ -160,6 +190,7 @@ class ModelCalls:
         kwargs: dict[str, Any],
         autocast: AutocastState | None,
         random: Tensor,
+        running: Running,
         *,
         trains: Sequence[int],
         event: ForwardCall,
@@ -169,8 +200,9 @@ class ModelCalls:
         call, self._running = self._running, None
         if call is not None:
             call.autocast = autocast or AutocastState("cpu", enabled=False, dtype=torch.bfloat16, cache=True)
-            call.random["torch"] = random
+            call.random["torch"], call.running = random, running
             self._kept.append(call)
+            self._since_backward = [call]
 
     def _keep_gradient(self, call: ModelCall, position: int, number: int, gradients: Any) -> None:
         """Keep the gradient of an output. gradients: one for each result of the node that made it."""
@@ -217,23 +249,6 @@ class ModelCalls:
         call.dropped = True
         call.args, call.kwargs, call.tensors, call.random = (), {}, [], {}
         call.gradients.clear()
+        call.losses.clear()
+        call.running = ()
         self._kept.remove(call)
-
-
-def _copied(thing: Any, tensors: list[tuple[Tensor, int]], depth: int = DEEPEST) -> Any:
-    """Copy containers, but not tensors: a script may change its containers."""
-    if isinstance(thing, Tensor):
-        kept = thing if thing.grad_fn is None else thing.detach().requires_grad_()  # without its graph
-        tensors.append((kept, _version(kept)))
-        return kept
-    kind = type(thing)
-    if depth and kind in (list, tuple):
-        return kind([_copied(each, tensors, depth - 1) for each in thing])
-    if depth and kind is dict:
-        return {key: _copied(each, tensors, depth - 1) for key, each in thing.items()}
-    tensors += [(each, _version(each)) for each in tensors_in(thing)]  # an unknown class is kept as it is
-    return thing
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampwise.watch.inspection import ids_of_contents, inner_model
+from ampwise.watch.loss_code import running_code
 from ampwise.watch.model_calls import AutocastState
 from ampwise.watch.overhead import StepSkipper
 from ampwise.watch.patches import Patches
@@ -101,7 +102,8 @@ class ForwardStarts(Hook):
             elif skipper.running is None and get_ident() == skipper.thread:
                 skipper.running = model
                 autocast = AutocastState.here("cpu") if torch.is_autocast_enabled("cpu") else None
-                skipper.last_call = (model, args, kwargs, autocast, torch.default_generator.get_state())
+                random, running = torch.default_generator.get_state(), running_code()
+                skipper.last_call = (model, args, kwargs, autocast, random, running)
         except Exception as error:
             self._failed(error)
 

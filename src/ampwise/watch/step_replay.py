@@ -1,15 +1,15 @@
-"""Replay bad steps of a watched script: the models' forward calls, and backward from the gradients they received.
+"""Replay bad steps of a watched script: the script's own code from the model's call to the loss, and backward.
 
-The code between a model's output and the loss is the script's own and cannot be called: where the model is finite, the
-result says so. The script must not notice the replay.
+Where that code cannot be run on its own, the models' forward calls are replayed alone, and backward from the gradients
+that they received; if the models are finite, the result says so. The script must not notice the replay.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -36,7 +37,7 @@ from ampwise.trace.replay import Replay, ReplaySettings, ReplayStep, is_compiled
 from ampwise.train.random_state import restore_random, to_plain_random
 from ampwise.watch.findings import FROM_ANOTHER_RANK
 from ampwise.watch.inspection import floats_in, has_fsdp1
-from ampwise.watch.model_calls import OUTPUTS, ModelCall, ModelCalls
+from ampwise.watch.model_calls import OUTPUTS, KeptLoss, ModelCall, ModelCalls
 from ampwise.watch.models import without_hooks
 from ampwise.watch.watched_run import say_on_stderr
 
@@ -208,7 +209,12 @@ def _replay(calls: Sequence[ModelCall], step: StepToReplay) -> _Result:
     models = list(dict.fromkeys(call.model for call in calls))
     try:
         with ExitStack() as stack:
-            for context in (without_hooks(models), attributes_restored(models), muted_output()):
+            for context in (
+                without_hooks(models),
+                attributes_restored(models),
+                muted_output(),
+                _outside_ddp(calls, step.optimizers),
+            ):
                 stack.enter_context(context)
             _reset_bad_statistics(models)
             for module in [each for model in models for each in model.modules()]:
@@ -217,6 +223,41 @@ def _replay(calls: Sequence[ModelCall], step: StepToReplay) -> _Result:
             return _explain(calls, step)
     except CollectiveInReplay as error:
         return _Result([], f"Step {step.number} could not be replayed: {error}.")
+
+
+@contextmanager
+def _outside_ddp(calls: Sequence[ModelCall], optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Within the context, run the modules inside of DDP wrappers, with parameters that DDP's hooks do not see.
+
+    The same memory, but other leaves of the graph: DDP counts the gradients of its own, also in a replay.
+    """
+    named = [each for call in calls for loss in call.losses for each in loss.code.objects()]
+    held = [each for thing in named for each in getattr(thing, "__dict__", {}).values()]
+    every = [*[call.model for call in calls], *named, *held]
+    wrappers = {each for each in every if isinstance(each, DistributedDataParallel)}
+    others: dict[nn.Parameter, nn.Parameter] = {}
+    modules = [module for wrapper in wrappers for module in wrapper.modules()]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups if modules]
+    before = [(group, group["params"]) for group in groups]
+    for module in modules:
+        for name, each in module._parameters.items():
+            if each is not None:
+                module._parameters[name] = others.setdefault(each, nn.Parameter(each.detach(), each.requires_grad))
+    for group, params in before:
+        group["params"] = [others.get(each, each) for each in params]
+    for wrapper in wrappers:
+        wrapper.__dict__["forward"] = wrapper.module
+    try:
+        yield
+    finally:
+        back = {new: old for old, new in others.items()}
+        for module in modules:
+            for name, each in module._parameters.items():
+                module._parameters[name] = back.get(each, each)  # type: ignore[arg-type]
+        for group, params in before:
+            group["params"] = params
+        for wrapper in wrappers:
+            del wrapper.__dict__["forward"]
 
 
 def _reset_bad_statistics(models: Sequence[nn.Module]) -> None:
@@ -241,6 +282,10 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _explain(calls: Sequence[ModelCall], step: StepToReplay) -> _Result:
+    for loss in [loss for call in calls for loss in call.losses]:
+        explained = _explain_loss(loss, calls, step)
+        if explained is not None:
+            return explained
     # Calls that received only non-finite gradients: the bad value arose in them or after them.
     reached = [call for call in calls if call.gradients and not _finite_gradients(call)]
     others = [call for call in calls if call not in reached]
@@ -284,6 +329,52 @@ def _explain(calls: Sequence[ModelCall], step: StepToReplay) -> _Result:
     if any(call.compiled for call in calls):  # eager code may differ in the last bits
         found += "; the model is compiled, and was replayed eagerly"
     return _Result([], f"{found}.", after_model=bool(reached) or step.bad_loss)
+
+
+def _explain_loss(loss: KeptLoss, calls: Sequence[ModelCall], step: StepToReplay) -> _Result | None:
+    """Explain a bad step by running the script's code of a loss again, with the model's part; None if it is finite."""
+    first, was_finite = loss.first, _is_finite(loss.value)
+    if not loss.code.is_unchanged or first.dropped or (step.bad_loss and was_finite):
+        return None
+    if not all(map(_is_finite, loss.code.computed())):
+        return None  # the bad value arose earlier
+    scale = step.scale or 1.0
+
+    def run(settings: ReplaySettings) -> Any:
+        restore_random(first.random, first.device)
+        with torch.inference_mode(False), torch.enable_grad(), collectives_refused():
+            found = loss.code.run()
+            if not isinstance(found, Tensor):
+                raise BadInput(f"The code of the loss gave {type(found).__name__}, not a tensor.")
+            if found.requires_grad and settings.goes_back_from(found):
+                (found * settings.scale if settings.scale != 1 else found).sum().backward()
+        return found
+
+    subject = ReplayStep(
+        run=run,
+        device=first.device,
+        models=list(dict.fromkeys(_eager(call.model) for call in calls)),
+        batch={**_batch(calls), **loss.code.batch()},
+        precision=first.precision,
+        scale=scale,
+        loss=step.loss if step.may_be_ordinary else None,
+        step=step.number,
+        optimizers=step.optimizers,
+        touched=loss.code.objects(),
+        remarks=(COMPILED,) if any(call.compiled for call in calls) else (),
+    )
+    try:
+        with Replay(subject) as replay:
+            if replay.plain(ReplaySettings(scale=scale)).finite:
+                return None
+        failure = diagnose(subject)
+    except Exception:  # the statements do not run on their own
+        return None
+    if failure is None or failure.not_reproduced:
+        return None
+    if is_multi_rank():
+        failure = failure.but(rank=torch.distributed.get_rank(), ranks=torch.distributed.get_world_size())
+    return _Result(findings_about(failure), call=first)
 
 
 def _finite_gradients(call: ModelCall) -> dict[int, list[Tensor]]:

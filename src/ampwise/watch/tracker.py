@@ -352,6 +352,12 @@ class CallTracker:
         self._probed, self._probes, self._ranges = [], [], []
         self._tell(event, step or self._next_step())
 
+    def zeroes(self, thing: Any) -> list[tuple[Any, TrackedOptimizer]]:
+        """Return the optimizers that have gradients of a whole step, which ``zero_grad`` is about to drop."""
+        many = thing.parameters() if isinstance(thing, nn.Module) else parameters_of(thing)
+        pending = [(optimizer, state) for optimizer, state in self.optimizers.pairs() if state.pending]
+        return _sharing(pending, {id(each) for each in many}) if pending else []
+
     def zeroed(self, thing: Any) -> None:
         """Note a ``zero_grad`` of an optimizer or a model, for all optimizers with these parameters."""
         if isinstance(thing, nn.Module):

@@ -13,11 +13,11 @@ from collections.abc import Iterable, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import FunctionType, TracebackType
+from types import FrameType, FunctionType, TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -30,14 +30,15 @@ from ampwise.runs.writer import RecordWriter, exception_data
 from ampwise.trace import bad_steps
 from ampwise.trace.call_site import code_owner
 from ampwise.trace.capsule.saving import SHARED_CAPSULES, Capsules
+from ampwise.trace.replay import is_finite
 from ampwise.watch.entry_points import EntryPoints
 from ampwise.watch.findings import Findings, is_cause, list_passed_checks, point_to_cause
 from ampwise.watch.fix_diffs import add_diffs
 from ampwise.watch.gradient_health import BadStep, GradientHealth, suggested_settings
 from ampwise.watch.gradients import GradientReader, ReadStep, WeightComparison, copy_weights, is_ours, outcome_of
-from ampwise.watch.inspection import is_capturing, precisions_of, stage_of, unwrapped
+from ampwise.watch.inspection import is_capturing, parameters_of, precisions_of, stage_of, unwrapped
 from ampwise.watch.memory import OptimizerMemory
-from ampwise.watch.model_calls import ModelCalls
+from ampwise.watch.model_calls import ModelCall, ModelCalls
 from ampwise.watch.models import Hook, Models, names_of, outermost_running_module
 from ampwise.watch.module_hooks import Activations, DtypeFlow
 from ampwise.watch.overhead import StepSkipper
@@ -280,6 +281,53 @@ class Watch:
     def model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
         if self._tracker.model_ends(model):
             self._calls.ends(output)
+
+    def backward_begins(self, frame: FrameType | None, loss: Tensor | None) -> ModelCall | None:
+        """Keep the code of a loss with the last call of a model that it comes from. Return that call."""
+        return None if loss is None else self._calls.keep_loss(frame, loss)
+
+    def backward_ended(self, call: ModelCall | None, loss: Tensor | None) -> None:
+        """Explain a loss at once if it is known to be bad."""
+        if call is not None and loss is not None and loss.is_cpu and not math.isfinite(loss):
+            self.explain_now(call, loss)
+
+    def loss_read(self, frame: FrameType | None, loss: Tensor) -> None:
+        """Explain a loss that is not finite and that the script reads: it may never get to a step."""
+        call = self._calls.keep_loss(frame, loss.detach(), ends=False)
+        if call is not None:
+            self.explain_now(call, loss)
+
+    def gradients_unusable(self, optimizer: Any, state: TrackedOptimizer) -> None:
+        """Explain gradients that the script drops, or that made a call fail, if they are not finite. Syncs."""
+        fresh = [call for call in self._calls if state.index in call.trains and self._calls.is_fresh(call)]
+        if (
+            fresh
+            and state.pending
+            and not all(is_finite(each.grad) for each in parameters_of(optimizer) if each.grad is not None)
+        ):
+            losses = [each.loss for each in state.pending if each.loss is not None]
+            self.explain_now(fresh[-1], sum(losses, torch.zeros(())) if losses else None)
+
+    def explain_now(self, call: ModelCall, loss: Tensor | None) -> None:
+        """Replay a bad step while it is running. loss: scaled, if there is a scaler."""
+        for optimizer, state in self._tracker.optimizers.pairs():
+            key = (state.index, state.steps + 1)
+            if (
+                state.index not in call.trains
+                or state.poisoned
+                or key in self._replayed
+                or not self._calls.is_fresh(call)
+            ):
+                continue
+            self._replayed.add(key)
+            scaler = state.scaler
+            scale = None if scaler is None else float(scaler._scale)
+            value = None if loss is None else float(loss.detach())
+            if value is not None and scale and state.scaled is not None:
+                value /= scale
+            with self._paused():
+                self._explain(StepToReplay(state.steps + 1, value, scale, (unwrapped(optimizer),)))
+            return
 
     def before_compile(self) -> None:
         """Stop skipping steps before something is compiled, as changing hooks would recompile it."""

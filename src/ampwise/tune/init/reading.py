@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ampwise.check.source.script import SourceScript, UnreadableFile, read_script
 from ampwise.errors import BadInput
-from ampwise.tune.init.names import (
+from ampwise.trace.names_in_code import (
     DEFINITIONS,
     FUNCTIONS,
     Scope,

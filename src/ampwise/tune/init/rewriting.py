@@ -6,7 +6,7 @@ import ast
 import copy
 from typing import TypeVar
 
-from ampwise.tune.init.names import DEFINITIONS, call_name, changed_names, root_name
+from ampwise.trace.names_in_code import DEFINITIONS, call_name, changed_names, root_name
 
 __all__ = ["rewritten"]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ampwise.tune.init.names import (
+from ampwise.trace.names_in_code import (
     BUILTINS,
     DEFINITIONS,
     FUNCTIONS,

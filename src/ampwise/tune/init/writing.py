@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ampwise.finding.terminal import printable
-from ampwise.tune.init.names import BUILTINS, DEFINITIONS, bound_names, call_name, changed_names, free_names, root_name
+from ampwise.trace.names_in_code import (
+    BUILTINS,
+    DEFINITIONS,
+    bound_names,
+    call_name,
+    changed_names,
+    free_names,
+    root_name,
+)
 from ampwise.tune.init.reading import Part, Script
 from ampwise.tune.init.rewriting import rewritten
 from ampwise.tune.init.slicing import Slicer, unwrapped_loop

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 __all__ = [
     "BUILTINS",
     "DEFINITIONS",
+    "FUNCTIONS",
     "Scope",
     "bound_names",
     "call_name",

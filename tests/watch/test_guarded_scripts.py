@@ -1,0 +1,145 @@
+"""A script that guards itself against NaN is told where it comes from, although no step follows."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ampwise.watch.watch import Watch
+
+
+def spread(output):
+    return output.sum(-1).sub(5).sqrt().mean()  # the root of a negative number
+
+
+def distance(output):
+    return (output - output.detach()).square().sum(-1).sqrt().mean()  # infinite derivative
+
+
+class Stop(Exception):
+    """Raised by a script."""
+
+
+def skip_by_isnan(loss):
+    return bool(torch.isnan(loss))
+
+
+def skip_by_method(loss):
+    return not loss.isfinite().all()
+
+
+def skip_by_number(loss):
+    return not math.isfinite(loss.item())
+
+
+def skip_by_float(loss):
+    return math.isnan(float(loss.detach()))
+
+
+def raise_by_isnan(loss):
+    if torch.isnan(loss):
+        raise Stop
+    return False
+
+
+def no_guard(loss):
+    return False
+
+
+def train(loss_of, skip=no_guard, *, steps=4, max_norm=None, error=False):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(steps):
+        x = torch.randn(3, 4) if step == 2 else torch.full((3, 4), 2.0)
+        output = model(x) if step == 2 else model(x).abs() + 10
+        loss = loss_of(output) if step == 2 else output.mean()
+        if skip(loss):
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        if max_norm is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, error_if_nonfinite=error)
+            if not torch.isfinite(norm):
+                optimizer.zero_grad()
+                continue
+        optimizer.step()
+
+
+def places(watch):
+    found = [seen.finding for seen in watch.seen() if seen.finding.rule.names_the_cause]
+    return [(each.rule.name, each.place.line, each.place.step) for each in found]
+
+
+def line_of(text):
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
+
+
+NEGATIVE = ("outside-domain", line_of("the root of a negative number"), 3)
+
+
+@pytest.mark.parametrize("skip", [skip_by_isnan, skip_by_method, skip_by_number, skip_by_float])
+def test_a_skipped_loss_is_explained(skip):
+    with Watch(timing=False) as watch:
+        train(spread, skip)
+    assert places(watch) == [NEGATIVE]
+    assert watch.failures == []
+
+
+def test_a_script_that_dies_of_it_is_explained():
+    watch = Watch(timing=False)
+    with pytest.raises(Stop), watch:
+        train(spread, raise_by_isnan)
+    assert places(watch) == [NEGATIVE]
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_gradients_that_the_script_drops_are_explained(error):
+    watch = Watch(timing=False)
+    with watch:
+        if error:
+            with pytest.raises(RuntimeError, match="non-finite"):
+                train(distance, max_norm=1.0, error=True)
+        else:
+            train(distance, max_norm=1.0)
+    assert places(watch) == [("infinite-derivative", line_of("infinite derivative"), 3)]
+
+
+def test_anomaly_detection_of_torch_does_not_get_in_the_way():
+    watch = Watch(timing=False)
+    warned, failed = pytest.warns(UserWarning, match="Anomaly"), pytest.raises(RuntimeError, match="nan values")
+    with watch, warned, torch.autograd.detect_anomaly(), failed:
+        train(spread)
+    assert places(watch) == [NEGATIVE]
+
+
+@pytest.mark.parametrize("skip", [no_guard, skip_by_isnan, skip_by_number])
+def test_the_script_computes_the_same_as_without_a_watch(skip):
+    def weights():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3))
+        optimizer = torch.optim.Adam(model.parameters())
+        for step in range(6):
+            output = model(torch.randn(3, 4))
+            loss = spread(output) if step == 3 else output.square().mean()
+            if not skip(loss) and (step != 3 or skip is no_guard):
+                optimizer.zero_grad()
+                loss.backward()
+                if step != 3:
+                    optimizer.step()
+        return torch.get_rng_state(), model[0].weight.detach().clone(), model[0].weight.grad.clone()
+
+    plain = weights()
+    with Watch(timing=False) as watch:
+        watched = weights()
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    assert len(places(watch)) == 1
+
+
+def test_a_nan_that_is_no_loss_is_not_explained():
+    with Watch(timing=False) as watch:
+        train(torch.mean, lambda loss: math.isnan(torch.tensor(math.nan).item()) and False)
+    assert [seen.finding.rule.name for seen in watch.seen()] == []
