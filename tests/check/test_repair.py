@@ -33,6 +33,16 @@ def test_a_fix_that_brings_another_finding_is_not_made(planted):
     assert repairs.count == 1
 
 
+def test_bad_fixes_among_many_cost_a_few_checks(planted):
+    checks = []
+    planted[1].check_source = lambda code, check=planted[1].check_source: (checks.append(code), check(code))[1]
+    functions = [f"def f{number}():\n    {'twice' if number % 20 == 0 else 'bad'}()\n" for number in range(200)]
+    text, repairs = repaired("".join(functions))
+    assert text == "".join(functions).replace("bad", "good")
+    assert (repairs.count, len(repairs.notes)) == (190, 10)
+    assert len(checks) < 12, "not one for each fix, nor for each bad one"
+
+
 def test_what_a_fix_brings_counts_though_a_comment_suppresses_it(planted):
     text = "twice()  # noqa: AMP101\n"
     assert repaired(text)[0] == text

@@ -55,6 +55,23 @@ def classify(model, pictures):  # in full precision: no autocast
         yield model(picture).argmax(1)
 """
 )
+WRITES = """
+import torch
+
+def write(state, path):
+    torch.save(state, path)
+"""
+PLAIN = """
+import torch
+import helpers
+
+def train(model, optimizer, loader):
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+    helpers.write({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "x.pt")
+"""
 LOSS = """
 import torch
 import torch.nn.functional as F
@@ -136,6 +153,21 @@ CASES = {
         "train.py": train("import helpers", save='helpers.keep("x.pt", model, optimizer, scaler=scaler.state_dict())'),
         "helpers.py": SAVES_AND_MORE,
     },
+    "two scripts share a helper, one without a scaler": {
+        "plain.py": PLAIN,
+        "train.py": train(
+            "import helpers",
+            save="helpers.write({'optimizer': optimizer.state_dict(), 'scaler': scaler.state_dict()}, 'x.pt')",
+        ),
+        "helpers.py": WRITES,
+    },
+    "two scripts share a helper, the one with a scaler forgets it": {
+        "plain.py": PLAIN,
+        "train.py": train(
+            "import helpers", save="helpers.write({'opt': optimizer.state_dict()}, 'x.pt')  # expect: AMP204"
+        ),
+        "helpers.py": WRITES,
+    },
     "loss of another file": {
         "train.py": train("from losses import ProbabilityLoss", loss="ProbabilityLoss()(model(x), y)"),
         "losses.py": LOSS,
@@ -143,6 +175,21 @@ CASES = {
     "fine loss of another file": {
         "train.py": train("from losses import LogitLoss", loss="LogitLoss()(model(x), y)"),
         "losses.py": LOSS_WITH_LOGITS,
+    },
+    "autocast around a helper of another file": {
+        "train.py": (
+            "import torch\nfrom nets import Net\ndef train(loader, optimizer):\n    net = Net()\n"
+            "    for x in loader:\n        with torch.autocast('cuda', torch.bfloat16):  # expect: AMP303\n"
+            "            loss = net(x)\n        loss.backward()\n"
+            "        optimizer.step()\n        optimizer.zero_grad()\n"
+        ),
+        "nets.py": (
+            "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n        y = x * x\n"
+            "        return torch.nn.functional.softmax(y, -1).float().mean()\n\n\n\n\n# as long as the other\n"
+            "def step(x, optimizer):\n    with torch.autocast('cpu', torch.bfloat16):\n        loss = Net()(x)\n"
+            "    loss.backward()\n"
+            "    optimizer.step()\n    optimizer.zero_grad()\n"
+        ),
     },
     "base class clips": {"base.py": BASE, "scaled.py": SCALED},
     "base class clips what was unscaled": {

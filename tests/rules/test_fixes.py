@@ -45,6 +45,24 @@ for i in range(3):
 """
 
 
+# The clip is between two branches of the same condition; `AMP` and `scaler` are set before.
+BRANCHES = """\
+for i in range(3):
+    optimizer.zero_grad()
+    loss = model(x).sum()
+    if AMP:
+        scaler.scale(loss).backward()
+    else:
+        loss.backward()
+    clip_grad_norm_(model.parameters(), 0.1)
+    if AMP:
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+"""
+
+
 def script(text):
     return (HEAD + text).encode()
 
@@ -79,6 +97,11 @@ SAFE = {
     "accumulation": "for i in range(4):\n    scaler.scale(model(x).sum() / 2).backward()\n    if i % 2 == 1:\n"
     "        clip_grad_norm_(model.parameters(), 0.1)\n        scaler.step(optimizer)\n        scaler.update()\n"
     "        optimizer.zero_grad()\n",
+    "under a condition of its own": 'AMP = True\nscaler = torch.amp.GradScaler("cpu") if AMP else None\n' + BRANCHES,
+    "beside FP32": "AMP = True\nfor i in range(3):\n    optimizer.zero_grad()\n    if AMP:\n"
+    "        scaler.scale(model(x).sum()).backward()\n        clip_grad_norm_(model.parameters(), 0.1)\n"
+    "        scaler.step(optimizer)\n        scaler.update()\n    else:\n        model(x).sum().backward()\n"
+    "        clip_grad_norm_(model.parameters(), 0.1)\n        optimizer.step()\n",
     "no update": "for i in range(1):\n    scaler.scale(model(x).sum()).backward()\n    scaler.step(optimizer)\n",
     "plain backward": "for i in range(3):\n    optimizer.zero_grad()\n    model(x).sum().backward()\n"
     "    scaler.step(optimizer)\n    scaler.update()\n",
@@ -100,7 +123,30 @@ def test_what_is_fixed_trains_as_without_a_scaler(name, tmp_path):
     assert torch.allclose(weights, outcome(without_scaler(before))[1], atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["under a condition of its own", "beside FP32", "None elsewhere"])
+def test_the_other_mode_is_left_as_it_is(name, tmp_path):
+    """With AMP off there is no scaler to call, so the inserted line must not run."""
+    after = fixed(script(SAFE[name]), tmp_path).replace(b"AMP = True", b"AMP = False")
+    before = script(SAFE[name]).replace(b"AMP = True", b"AMP = False")
+    error, weights = outcome(after)
+    assert error == outcome(before)[0], "with an unguarded step both fail"
+    assert error is not None or torch.equal(weights, outcome(before)[1])
+
+
+def test_two_clips_carry_one_edit():
+    """Whoever applies the edits of all findings, such as an editor, must not insert two `unscale_`."""
+    first, second = findings(script(SAFE["two clips"]))
+    assert (len(first.edits), len(second.edits)) == (1, 0)
+    assert second.fix == "One `unscale_` before the clip in line 24 serves this one, too: not a second one."
+
+
 UNSAFE = {
+    "stepped in each micro-batch": (
+        "for i in range(1):\n    optimizer.zero_grad()\n    scaler.scale(model(x).sum()).backward()\n"
+        "    clip_grad_norm_(model.parameters(), 0.1)\n    scaler.step(optimizer)\n    if i > 5:\n"
+        "        scaler.update()\n",
+        "no `update()` follows here, and the next `unscale_` would then raise an error",
+    ),
     "skips": (
         in_step("norm = clip_grad_norm_(model.parameters(), 0.1)\nif i == 1:\n    continue"),
         "the step may be skipped after the clip, and the next `unscale_` would then raise an error",
@@ -130,7 +176,7 @@ UNSAFE = {
     ),
     "updated by another name": (
         "for i in range(3):\n    optimizer.zero_grad()\n    scaler.scale(model(x).sum()).backward()\n"
-        "    scaler.step(optimizer)\n    vars()['scaler'].update()\n",
+        "    scaler.step(optimizer)\n    (lambda: scaler)().update()\n",
         "there is an `update()` call that may be the scaler's",
     ),
     "scaled by hand": (
@@ -140,8 +186,8 @@ UNSAFE = {
     ),
     "no scaler in FP32": (
         "AMP = False\nif AMP:\n    scaler = torch.amp.GradScaler('cpu')\nelse:\n    scaler = None\n"
-        "for i in range(3):\n    model(x).sum().backward()\n    if AMP:\n        scaler.step(optimizer)\n"
-        "        scaler.update()\n",
+        "for i in range(3):\n    optimizer.zero_grad()\n    model(x).sum().backward()\n    if AMP:\n"
+        "        scaler.step(optimizer)\n        scaler.update()\n",
         "the scaler may not exist yet at the backward",
     ),
 }
@@ -161,10 +207,6 @@ def test_what_cannot_be_proven_is_left_and_says_why(name, tmp_path):
 
 LEFT = {
     "unscaled after the clip": in_step("clip_grad_norm_(model.parameters(), 0.1)\nscaler.unscale_(optimizer)"),
-    "under a condition of its own": "AMP = False\nscaler = None\nfor i in range(3):\n    loss = model(x).sum()\n"
-    "    if scaler is not None:\n        scaler.scale(loss).backward()\n    else:\n        loss.backward()\n"
-    "    clip_grad_norm_(model.parameters(), 0.1)\n    if scaler is not None:\n        scaler.step(optimizer)\n"
-    "        scaler.update()\n    else:\n        optimizer.step()\n",
     "each micro-batch": "for i in range(3):\n    optimizer.zero_grad()\n    for part in (x[:1], x[1:]):\n"
     "        scaler.scale(model(part).sum()).backward()\n        clip_grad_norm_(model.parameters(), 0.1)\n"
     "    scaler.step(optimizer)\n    scaler.update()\n",

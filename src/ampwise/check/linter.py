@@ -204,8 +204,6 @@ def _reports(task: CheckTask, project: Project | None = None) -> Iterator[CheckR
 
 
 def _check_file(project: Project, path: str, modules: Iterable[ModuleType], report: CheckReport) -> None:
-    from ampwise.check.source.execution_paths import MOST_PATHS
-
     code = _try_to_read(project.code, path, report)
     if code is None:
         return
@@ -213,15 +211,12 @@ def _check_file(project: Project, path: str, modules: Iterable[ModuleType], repo
     failed: dict[str, list[str]] = {}  # rules by error: one bug may make many rules fail
     skipped: dict[str, list[str]] = {}  # rules by the limit that was reached
     for module in modules:
-        code.given_up.clear()
         try:
             report.findings += module.check_source(code)
         except RecursionError:
             skipped.setdefault(f"{path}: nested too deeply", []).append(module.RULE.code)
         except Exception as error:
             failed.setdefault(_one_line(error), []).append(module.RULE.code)
-        for region in dict.fromkeys(code.given_up):
-            skipped.setdefault(f"{region.place}: too many paths (at most {MOST_PATHS})", []).append(module.RULE.code)
     limits = code.limits_met
     if failed or skipped or limits:
         report.partly.append(path)

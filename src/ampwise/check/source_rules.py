@@ -9,7 +9,7 @@ from types import ModuleType
 from ampwise.check.source.script import UnreadableFile, read_bytes
 
 # Words that may be in the importing script instead; all other words of a rule must be in the file itself.
-IN_IMPORTER = frozenset((".backward(", ".step(", "caler", "GradScaler", "unscale_", "autocast", "float16"))
+IN_IMPORTER = frozenset((".backward(", ".step(", "caler", "GradScaler", "unscale_", "unscale_(", "autocast", "float16"))
 
 
 def matching_rules(data: bytes, rules: Iterable[ModuleType]) -> list[ModuleType]:

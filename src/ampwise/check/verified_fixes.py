@@ -6,6 +6,8 @@ pass leaves fewer findings, and the loop ends.
 
 from __future__ import annotations
 
+import ast
+import collections
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -14,7 +16,8 @@ from ampwise.check import linter
 from ampwise.check.apply_edits import FixedScript, apply_fixes
 from ampwise.check.source.project import Project
 from ampwise.check.source.script import SourceScript, UnreadableFile, read_script, script_from_text
-from ampwise.finding import Finding, registry
+from ampwise.check.source.tree_walk import walk
+from ampwise.finding import Finding, Place, registry
 
 
 @dataclass(slots=True)
@@ -93,11 +96,15 @@ def _whole(script: SourceScript, text: str) -> str:
 
 @dataclass(slots=True)
 class _Outcome:
-    """Result of some fixes: the script, the findings that are gone, and the reason against it, if any."""
+    """Result of some fixes: the script, the findings that are gone, and the reason against it, if any.
+
+    ``blamed`` are the fixes that seem to be the reason, each with its problem; it may be empty.
+    """
 
     result: FixedScript
     gone: list[Finding] = field(default_factory=list)
     problem: str | None = None
+    blamed: list[tuple[Finding, str]] = field(default_factory=list)
 
 
 class _Trial:
@@ -118,18 +125,25 @@ class _Trial:
 
     def accepted(self, findings: Sequence[Finding]) -> tuple[_Outcome, list[str]]:
         """Return the fixes that work together, and a message for each that does not."""
-        together = self._outcome(apply_fixes(self._script, findings, unsafe=True))
-        if together.problem is None:
-            return together, []
         taken, refused = _Outcome(apply_fixes(self._script, (), unsafe=True)), []
-        for finding in findings:
-            if finding in taken.gone:  # fixed by an earlier fix
+        groups = [list(findings)]
+        while groups:
+            group = [finding for finding in groups.pop() if finding not in taken.gone]  # else fixed by an earlier fix
+            if not group:
                 continue
-            tried = self._outcome(apply_fixes(self._script, [*taken.result.fixed, finding], unsafe=True))
+            tried = self._outcome(apply_fixes(self._script, [*taken.result.fixed, *group], unsafe=True))
             if tried.problem is None:
                 taken = tried
-            else:
-                refused.append(f"{finding.place}: {finding.rule.code} not fixed: {tried.problem}")
+                continue
+            # The fixes to blame are left out; or else the group is tried in halves. So a few bad fixes among many cost
+            # a few checks.
+            blamed = [(finding, why) for finding, why in tried.blamed if finding in group]
+            if len(group) == 1:
+                blamed = [(group[0], tried.problem)]
+            refused += [f"{finding.place}: {finding.rule.code} not fixed: {why}" for finding, why in blamed]
+            rest = [finding for finding in group if finding not in [bad for bad, _ in blamed]]
+            half = len(rest) if blamed else (len(rest) + 1) // 2
+            groups += [rest[half:], rest[:half]]
         return taken, refused
 
     def _found(self, project: Project, rule: ModuleType) -> Iterator[Finding]:
@@ -149,9 +163,11 @@ class _Trial:
         except Exception as error:  # a rule that fails proves nothing
             return _Outcome(result, problem=f"the fixed text could not be checked ({type(error).__name__})")
         offsets = [_offset_of(result.script, finding) for finding in after]
+        made = {edit for fixed in result.fixed for edit in fixed.edits}
+        spans = [(*self._script.offsets(edit), len(edit.content)) for edit in made]
         gone, known = [], set()
         for old in self.before:
-            first, last = self._range_after(old, result)
+            first, last = self._range_after(old, spans)
             same = [
                 index
                 for index, new in enumerate(after)
@@ -162,28 +178,62 @@ class _Trial:
             known.update(same)
             if not same:
                 gone.append(old)
-        if any(finding not in gone for finding in result.fixed):
-            return _Outcome(result, gone, "the fix would not remove the finding")
-        for index, new in enumerate(after):
-            if index not in known:
-                added = f"the fix would cause {new.rule.code} ({new.rule.name}): {new.message}"
-                return _Outcome(result, gone, added)
-        return _Outcome(result, gone)
+        kept = [finding for finding in result.fixed if finding not in gone]
+        if kept:
+            problem = "the fix would not remove the finding"
+            return _Outcome(result, gone, problem, [(finding, problem) for finding in kept])
+        places = [{(finding.rule.code, finding.place) for finding in found} for found in (self.before, after)]
+        counts = [collections.Counter([code for code, _ in found]) for found in places]
+        added = [
+            new
+            for index, new in enumerate(after)
+            if index not in known or counts[1][new.rule.code] > counts[0][new.rule.code]
+        ]
+        if not added:
+            return _Outcome(result, gone)
+        blamed = []
+        before_functions, after_functions = _functions(self._script), _functions(result.script)
+        for new in added if len(before_functions) == len(after_functions) else ():
+            home = _function_at(result.script, new.place, after_functions)
+            here = [
+                finding
+                for finding in result.fixed
+                if new.place.file == finding.place.file
+                and home == _function_at(self._script, finding.place, before_functions)
+            ]
+            if len(here) == 1:  # the only fix in the function of the new finding
+                blamed.append((here[0], _would_cause(new)))
+        return _Outcome(result, gone, _would_cause(added[0]), blamed)
 
-    def _range_after(self, finding: Finding, result: FixedScript) -> tuple[int, int]:
-        """Return the first and last offset at which a finding may begin after the edits."""
+    def _range_after(self, finding: Finding, spans: list[tuple[int, int, int]]) -> tuple[int, int]:
+        """Return the first and last offset at which a finding may begin after edits: start, end and new length each."""
         first = last = offset = _offset_of(self._script, finding)
         if finding.place.file != self._script.path:
             return first, last
-        for edit in {edit for fixed in result.fixed for edit in fixed.edits}:
-            start, stop = self._script.offsets(edit)
+        for start, stop, length in spans:
             if stop < offset or start < stop == offset:
-                first += len(edit.content) - (stop - start)
-                last += len(edit.content) - (stop - start)
+                first += length - (stop - start)
+                last += length - (stop - start)
             elif start <= offset:  # inside replaced text, or at an insertion
                 first -= offset - start
-                last += len(edit.content)
+                last += length
         return first, last
+
+
+def _would_cause(new: Finding) -> str:
+    return f"the fix would cause {new.rule.code} ({new.rule.name}): {new.message}"
+
+
+def _functions(script: SourceScript) -> list[tuple[int, int]]:
+    """Return the first and last line of each function, in an order that fixes do not change."""
+    nodes = [node for node in walk(script.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [(node.lineno, node.end_lineno or node.lineno) for node in nodes]
+
+
+def _function_at(script: SourceScript, place: Place, functions: list[tuple[int, int]]) -> int:
+    """Return the index of the innermost function at a place; -1 outside of all."""
+    line = script.line_of(place)
+    return max([index for index, (first, last) in enumerate(functions) if first <= line <= last], default=-1)
 
 
 def _offset_of(script: SourceScript, finding: Finding) -> int:

@@ -86,11 +86,22 @@ def test_an_alias_changes_no_name(parts, alias):
 @pytest.mark.parametrize(
     ("statement", "found"),
     [
-        ("import accelerate", True),
-        ("from accelerate.utils import x", True),
-        ("import accelerated", False),
+        ("import accelerate\nrunner = accelerate.Accelerator()", True),
+        ("from accelerate import Accelerator", True),
+        ("from accelerate.utils import set_seed", False),
+        ("import accelerated\nrunner = accelerated.Accelerator()", False),
         ("from mine import accelerate", False),
+        ("import pytorch_lightning as pl\npl.seed_everything(0)", False),
+        ("import pytorch_lightning as pl\nclass Net(pl.LightningModule): pass", True),
+        ("import lightning.pytorch as pl\ntrainer = pl.Trainer()", True),
+        ("import deepspeed\nengine, *_ = deepspeed.initialize(model=net)", True),
+        ("from deepspeed.ops.adam import DeepSpeedCPUAdam", False),
+        ("from apex import amp", True),
+        ("from apex.optimizers import FusedAdam", False),
+        ("from ignite.engine import Engine, Events", False),
+        ("from fastai.vision.all import *", True),
+        ("from mmcv import Config", False),
     ],
 )
-def test_frameworks_are_recognised_by_their_whole_name(statement, found):
+def test_a_framework_is_used_if_the_part_of_it_that_steps_is(statement, found):
     assert Project(["a.py"], {"a.py": statement}).code("a.py").uses_framework is found

@@ -1,5 +1,6 @@
 """The ways through a block: nothing invented, nothing contradicted."""
 
+import itertools
 from itertools import pairwise
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.check.source.events import Branch, BranchGuard, EventBlock, FollowedCall, Jump, Loop, SourceEvent
-from ampwise.check.source.execution_paths import MOST_PATHS, paths_through
+from ampwise.check.source.execution_paths import MOST_PATHS, MOST_SAMPLED, paths_through, sampled_paths
 from ampwise.check.source.walk import events_in
 
 from .reading import code_of, kinds
@@ -123,6 +124,51 @@ def test_too_many_ways_are_none_at_all():
     assert len(paths_through(branches(number, same=True))) == 2
 
 
+def test_a_sample_takes_every_pair_of_sides():
+    block = branches(30, same=False)
+    found = sampled_paths(block)
+    assert len(found) <= MOST_SAMPLED
+    sides = [node.then.nodes[0] for node in block.nodes] + [node.orelse.nodes[0] for node in block.nodes]
+    for first, second in itertools.combinations(sides, 2):
+        if sides.index(second) - sides.index(first) != 30:  # not the two sides of one branch
+            assert any(first in path.events and second in path.events for path in found)
+
+
+def test_a_sample_reaches_what_is_nested_and_what_follows_early_exits():
+    inner = EventBlock([event()])
+    deepest = inner.nodes[0]
+    for number in range(12):
+        inner = EventBlock(
+            [Branch((BranchGuard(f"in{number}", True),), (BranchGuard(f"in{number}", False),), inner, EventBlock())]
+        )
+    exits = [
+        Branch(
+            (BranchGuard(f"x{i}", True),), (BranchGuard(f"x{i}", False),), EventBlock([Jump("continue")]), EventBlock()
+        )
+        for i in range(12)
+    ]
+    last = event()
+    found = sampled_paths(EventBlock([Loop(None, None, EventBlock([*exits, *inner.nodes, last]))]))
+    assert any(deepest in path.events for path in found)
+    assert any(last in path.events and deepest not in path.events for path in found)
+
+
+def test_ways_that_are_merged_still_agree_with_later_questions():
+    """A question asked twice is not forgotten when paths with the same events become one."""
+    first = Branch((BranchGuard("flag", True),), (BranchGuard("flag", False),), EventBlock(), EventBlock())
+    scaled, plain = event(), event()
+    again = [
+        Branch((BranchGuard("flag", True),), (BranchGuard("flag", False),), EventBlock([one]), EventBlock([other]))
+        for one, other in ((scaled, plain), (scaled, plain))
+    ]
+    empty = [
+        Branch((BranchGuard(f"x{i}", True),), (BranchGuard(f"x{i}", False),), EventBlock(), EventBlock())
+        for i in range(12)
+    ]
+    found = paths_through(EventBlock([first, *empty, again[0], *empty, again[1]]))
+    assert {tuple(map(id, path.events)) for path in found} == {(id(scaled),) * 2, (id(plain),) * 2}
+
+
 def test_ways_with_the_same_events_are_one_where_there_are_many():
     block = branches(20, same=False)
     for branch in block.nodes:
@@ -193,6 +239,14 @@ def test_every_run_is_one_of_the_ways_and_agrees_with_what_was_decided(block, an
     assert found is not None
     same = [path for path in found if list(map(id, path.events)) == list(map(id, events))]
     assert any(all(answers[name] == held for name, held in path.decided.items()) for path in same)
+
+
+@given(blocks)
+def test_a_sample_is_some_of_the_ways_and_has_every_event_of_them(block):
+    every = {(path.ended, *map(id, path.events)) for path in paths_through(block)}
+    some = {(path.ended, *map(id, path.events)) for path in sampled_paths(block)}
+    assert some <= every
+    assert {one for path in some for one in path[1:]} == {one for path in every for one in path[1:]}
 
 
 @given(blocks)

@@ -141,6 +141,13 @@ def test_a_framework_hides_the_step(line):
     assert all(region.hidden for region in regions_of(loop_of(line, "scaler.step(opt)")))
 
 
+def test_a_framework_in_one_branch_hides_only_that_branch():
+    own = [f"    {line}" for line in STEP]
+    (region,) = code_of(loop_of("if n:", "    engine.backward(model(x))", "else:", *own)).visible_regions
+    assert not region.hidden
+    assert [kinds(path.events) for path in region.paths] == [kinds(region_of(loop_of(*STEP)).events)]
+
+
 def test_a_visit_has_one_moment_for_each_way():
     region = region_of(loop_of("if n:", "    scaler.scale(model(x)).backward()", "scaler.step(opt)", "scaler.update()"))
     ((step, found),) = region.visits("scaler step")
@@ -174,8 +181,10 @@ def test_the_boundary_of_an_accumulation(test):
     assert [guard.boundary for guard in region.own_guards(step)] == ["n"]
 
 
-def test_too_many_ways_tell_nothing():
+def test_of_too_many_ways_a_sample_is_judged():
     lines = [line for i in range(12) for line in (f"if x.flag{i}:", "    scaler.update()")]
     region = region_of(loop_of(*STEP, *lines))
-    assert region.paths == []
-    assert list(region.visits("scaler step")) == []
+    assert 0 < len(region.paths) < 200
+    assert region.is_sampled
+    assert len({event for path in region.paths for event in path.events if event.kind == "update"}) == 13
+    assert len(region.visits("scaler step")) == 1

@@ -12,18 +12,25 @@ from ampwise.check.source.guards import guards_of
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
 from ampwise.check.source.outline import ClassOutline
-from ampwise.check.source.torch_names import CLIPS, MODEL_NAME, OPTIMIZER, SCALER, SCHEDULER
+from ampwise.check.source.torch_names import CLIPS, MODEL_NAME, OPTIMIZER, SCALER, SCHEDULER, role_of_name
+from ampwise.check.source.tree_walk import walk
 
 ANYTHING = "*"  # the key of an event that may concern every scaler and optimizer
 
 # Objects whose backward(loss), step() and clip handle loss scaling themselves.
 FRAMEWORK_NAME = LazyPattern(r"(^|_)(accelerator|fabric|engine|ds_engine|model_engine|strategy|plugin|booster)$")
-CLIP_NAME = LazyPattern(r"^(clip_grad\w*|clip_gradients?\w*|dispatch_clip_grad|clip_grads?)$")
+CLIP_NAME = LazyPattern(r"^((adaptive_)?clip_grad\w*|dispatch_clip_grad|adaptive_gradient_clip\w*)$")
+# Functions that measure gradients, by name: log_gradient_stats(model), plot_grad_flow(model.named_parameters())
+MEASURE_NAME = LazyPattern(
+    r"(^|_)grad(ient)?s?_?(norm|stat|flow|hist|magnitude)|(^|_)(log|plot|monitor|record|track)_grad|norm_of_grad"
+)
+MULTIPLIED_BY_SCALE = LazyPattern(r"get_scale\(|loss_scale|\b_?(inv_)?scale\b|scaler", re.IGNORECASE)
 CLIPPING_FACTOR = LazyPattern(r"clip|coef|max_norm|norm")
 SCALING_FACTOR = LazyPattern(r"scale", re.IGNORECASE)
 READS = frozenset(
     "norm abs mean std var max min sum pow square item histogram histc flatten view cpu numpy tolist".split()
 )
+RECORDS = frozenset(("add_histogram", "Histogram"))
 NORMS = ("torch.norm", "torch.linalg.norm", "torch.linalg.vector_norm", "torch.nn.utils.get_total_norm")
 # Functions that may take a scaler or an optimizer and do not affect the step.
 HARMLESS = frozenset(
@@ -65,11 +72,7 @@ class EventRecogniser:
             return found
         if CLIP_NAME.match(name):
             return _clip(node, name, context)
-        if "norm" in name and node.args and context.frame.qualified(node.func) in NORMS:
-            reads = any(_is_gradient(part) for part in ast.walk(node.args[0]))
-        else:
-            reads = name in READS and isinstance(node.func, ast.Attribute) and _is_gradient(node.func.value)
-        if reads:
+        if self._measures_gradients(node, name, context.frame):
             return [SourceEvent(EventKind.GRAD_READ, node, context)], False
         # A call of a model, or of a method that its author defined, is a forward.
         func = node.func
@@ -78,6 +81,23 @@ class EventRecogniser:
             if _is_model(model, context.frame):
                 return [SourceEvent(EventKind.FORWARD, node, context, key=context.frame.key(model))], True
         return [], True
+
+    def _measures_gradients(self, node: ast.Call, name: str, frame: Frame) -> bool:
+        """Whether a call computes or records something of gradients."""
+        if "norm" in name and node.args and frame.qualified(node.func) in NORMS:
+            return any(_is_gradient(part) for part in walk(node.args[0])) or _is_from_list(node.args[0], frame)
+        if name in RECORDS:
+            return any(map(_is_gradient, node.args))
+        if "grad" in name and node.args and MEASURE_NAME.search(name) and frame.callee(node) is None:
+            # A function we cannot see, given the model or its parameters and nothing to divide by.
+            given = node.args[0].func if isinstance(node.args[0], ast.Call) else node.args[0]
+            if isinstance(given, ast.Attribute) and given.attr in ("parameters", "named_parameters"):
+                given = given.value
+            is_divided = any(MULTIPLIED_BY_SCALE.search(ast.unparse(part)) for part in arguments_given(node))
+            return _is_model(given, frame) and not is_divided
+        if name not in READS or not isinstance(node.func, ast.Attribute):
+            return False
+        return _is_gradient(node.func.value) or _is_from_list(node.func.value, frame)
 
     def unknown(self, node: ast.Call, context: EventContext) -> list[Node]:
         """Return the event of a call that cannot be followed; there is one if it gets a scaler or an optimizer."""
@@ -108,6 +128,11 @@ class EventRecogniser:
                 if isinstance(target, ast.Attribute) and target.attr == "grad":
                     if isinstance(node.value, ast.Constant) and node.value.value is None:
                         return [SourceEvent(EventKind.ZERO_GRAD, target, context)]
+                    if isinstance(node.value, ast.Call) and _name_of(node.value.func, context.frame) in (
+                        "clamp",
+                        "clip",
+                    ):
+                        return [SourceEvent(EventKind.CLIP, node.value, context)]  # p.grad = p.grad.clamp(-1, 1)
                     return _scaled_in_place(target, node.value, context)
         elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult) and _is_gradient(node.target):
             return _scaled_in_place(node.target, node.value, context)
@@ -122,7 +147,7 @@ class EventRecogniser:
         if scaler is not None:
             self.scaled[key] = (scaler, context.guards)
             return
-        names = [part for part in ast.walk(value) if isinstance(part, ast.Name | ast.Attribute)]
+        names = [part for part in walk(value) if isinstance(part, ast.Name | ast.Attribute)]
         if not any(frame.key(name) == key for name in names):  # loss = loss / n keeps its scale
             self.scaled.pop(key, None)
 
@@ -168,6 +193,8 @@ class EventRecogniser:
             return None
         frame, receiver = context.frame, node.func.value
         role = frame.role(receiver)
+        if isinstance(receiver, ast.Call) and role_of_name(last_name(receiver.func)) == SCHEDULER:
+            role = SCHEDULER  # optimizer.scheduler().step()
         if role == SCHEDULER:
             return [SourceEvent(EventKind.SCHEDULER_STEP, node, context, key=frame.key(receiver))], False
         if role is None or frame.callee(node) is not None:
@@ -251,8 +278,10 @@ def _clip(node: ast.Call, name: str, context: EventContext) -> Recognised:
     owner = last_name(receiver) if receiver is not None else ""
     if name not in CLIPS and frame.callee(node) is not None:
         return [], True  # a helper whose code can be followed
-    if FRAMEWORK_NAME.search(owner) or SCALER in map(frame.role, arguments_given(node)):
-        return _hidden(node, context), False
+    if FRAMEWORK_NAME.search(owner) or any(
+        MULTIPLIED_BY_SCALE.search(ast.unparse(part)) for part in arguments_given(node)
+    ):
+        return _hidden(node, context), False  # it may unscale, or its limit is multiplied by the scale
     if name not in CLIPS and (owner == "self" or frame.role(receiver or node) is not None):
         return _hidden(node, context), False
     return [SourceEvent(EventKind.CLIP, node, context, value=node.args[0] if node.args else None)], False
@@ -260,7 +289,7 @@ def _clip(node: ast.Call, name: str, context: EventContext) -> Recognised:
 
 def _calls_of_scale(node: ast.expr) -> list[ast.Call]:
     """Return the calls of ``.scale(...)`` anywhere in an expression."""
-    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+    calls = [part for part in walk(node) if isinstance(part, ast.Call)]
     return [part for part in calls if isinstance(part.func, ast.Attribute) and part.func.attr == "scale"]
 
 
@@ -288,6 +317,15 @@ def _is_gradient(node: ast.AST) -> bool:
             return not (isinstance(node.value, ast.Name) and node.value.id in ("autograd", "torch"))
         node = node.func if isinstance(node, ast.Call) else node.value
     return False
+
+
+def _is_from_list(node: ast.expr, frame: Frame) -> bool:
+    """Whether it is ``g`` in a loop over ``grads = [p.grad for p in parameters]``."""
+    if not isinstance(node, ast.Name):
+        return False
+    iterated = frame.iterated(node)
+    lists = frame.values(iterated) if isinstance(iterated, ast.Name) else []
+    return any(isinstance(value.node, ast.ListComp) and _is_gradient(value.node.elt) for value in lists)
 
 
 def _scaled_in_place(node: ast.expr, factor: ast.expr, context: EventContext) -> list[Node]:

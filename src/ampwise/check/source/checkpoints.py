@@ -1,209 +1,293 @@
-"""Checkpoints of a script: the dictionaries that it saves, and whether optimizer and scaler are in them."""
+"""Checkpoints of a script: what each saving call writes, and whether the scaler is missing."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ampwise.check.source.events import EventContext
+from ampwise.check.source.call_events import ANYTHING
+from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import arguments_given, dotted_text, last_name
-from ampwise.check.source.outline import Binding
+from ampwise.check.source.names import arguments_given, dotted_text
+from ampwise.check.source.outline import ClassOutline, FunctionOutline
 from ampwise.check.source.project import SourceFile
-from ampwise.check.source.torch_names import OPTIMIZER, SCALER
+from ampwise.check.source.saved_values import (
+    GIVES_STATE,
+    SAVES_CLASS,
+    THE_SCALER,
+    Contents,
+    SavedValueReader,
+    name_of,
+    together,
+)
+from ampwise.check.source.torch_names import SCALER, role_of_name
+from ampwise.check.source.tree_walk import walk
+from ampwise.check.source.walk import CodeTrace
 
-SAVES = LazyPattern(r"(^|_)save(_|$)|checkpoint|ckpt", re.IGNORECASE)
-SCALER_ENTRY = LazyPattern(r"scaler|(^|_)amp($|_)|grad_scal|loss_scal|fp16", re.IGNORECASE)
-OPTIMIZER_ENTRY = LazyPattern(r"optim|(^|_)opt(_|$|\d)", re.IGNORECASE)
-
-DEEPEST = 4  # nested dictionaries and returned calls
-
-# A dictionary, the frame it is written in, and the calls that returned it; their callers may have added to it.
-Display = tuple[ast.expr, Frame, tuple[tuple[ast.expr, Frame], ...]]
-Entry = tuple[str, ast.expr]
+# Functions that write what they get; others are known by their names.
+WRITERS = LazyPattern(
+    r"^(torch\.save|torch\.distributed\.checkpoint\.\w*save\w*|torch_xla\..*\.save|pickle\.dump|joblib\.dump|"
+    r"cloudpickle\.dump|dill\.dump|safetensors\.torch\.save_file)$"
+)
+SAVES = LazyPattern(
+    r"(^|_)(save[drs]?|saving|store|write|dump|snapshot|backup|persist)(_|\d|$)|^_?save[A-Z]|Saver$|checkpoint|"
+    r"ckpt|ckpoint|(^|_)chkpt"
+)
+# Named as if they saved a checkpoint, but they do something else.
+SAVES_OTHER = LazyPattern(
+    r"^on_|load|restore|resume|recover|(^|_)(find|latest|remove|delete|clean|config|cfg|args?|images?|img|imgs|fig|figure|"
+    r"plots?|samples?|videos?|audio|csv|json|yaml|metrics?|results?|predictions?|preds|logs?|curves?|history|grads?|"
+    r"path|name|dir|exists|is|should|callback|activation|pretrained|metadata|stats|tokenizer|hparams|fn)(_|$)",
+    re.IGNORECASE,
+)
+TRACKERS = LazyPattern(r"wandb|mlflow|neptune|comet|tensorboard|writer|clearml", re.IGNORECASE)
+RUNS_LATER = frozenset(("partial", "submit", "apply_async", "run_in_executor", "to_thread", "Thread", "Process"))
+SCALER_CLASS = LazyPattern(r"(Grad|Native|Loss|Amp|AMP)\w*Scaler\w*$")
+STEPS_OPTIMIZER = frozenset(("optimizer step", "scaler step", "unscale", "zero grad"))
+USES_SCALER = frozenset(("scaled backward", "scaler step", "unscale"))
+IN_A_ROW = 3  # statements from one save to the next, for both to be part of one checkpoint
 
 
 @dataclass(slots=True, eq=False)
-class SavedDict:
-    """Dictionary that is passed to a function that saves it."""
+class SavedCheckpoint:
+    """What one place of a script saves."""
 
-    node: ast.Call  # the call that saves it
-    payload: ast.expr  # the dictionary
-    frame: Frame  # of the dictionary
-    context: EventContext
-    has_optimizer: bool
-    has_scaler: bool
-    is_whole: bool  # False: entries may be added that we cannot see
-
-    @property
-    def where(self) -> ast.expr:
-        """Node to report: the saving call, or the dictionary if it comes from another function."""
-        return self.node if self.frame is self.context.frame else self.payload
+    where: ast.expr  # the saving call, or the dictionary if another function makes it
+    frame: Frame  # of ``where``
+    contents: Contents
+    display: ast.expr | None  # the dictionary with the optimizer's state, if there is one
+    optimizers: set[str] = field(default_factory=set)  # keys of those that are known
+    traces: list[CodeTrace] = field(default_factory=list)  # that reach it
 
 
-def saved_dicts(code: SourceFile) -> list[SavedDict]:
-    """Return every dictionary that is saved, once, with its first save or with one that adds the scaler."""
-    found: dict[ast.expr, SavedDict] = {}
-    for call, context in _saving_calls(code):
-        for argument in arguments_given(call):
-            for node, frame, calls in _dictionaries(argument, context.frame, call.lineno):
-                entries, whole = _entries(node, frame)
-                for made, caller in calls:
-                    added, sure = _added_later(made, caller)
-                    entries, whole = entries + added, whole and sure
-                has_optimizer = any(_is_optimizer_state(entry, frame) for entry in entries)
-                has_scaler = any(_mentions_scaler(entry, frame) for entry in entries)
-                if has_scaler or node not in found:
-                    found[node] = SavedDict(call, node, frame, context, has_optimizer, has_scaler, whole)
+def checkpoints_without_scaler(code: SourceFile) -> list[SavedCheckpoint]:
+    """Return the checkpoints with an optimizer's state but without the scaler's, if a scaler is used.
+
+    Each script is judged by itself: of two that share a file with functions, only one may use a scaler.
+    """
+    found = list(_lacking_in(code))
+    for path in {trace.frame.outline.path for trace in code.traces} - {code.path}:
+        found += [each for each in _lacking_in(code.project.code(path)) if each.frame.outline is code.outline]
+    return found
+
+
+@functools.lru_cache(maxsize=16)  # scripts that share files with functions
+def _lacking_in(code: SourceFile) -> list[SavedCheckpoint]:
+    users = _scaler_users(code)
+    if not users:
+        return []
+    saved = _saved_checkpoints(code)
+    if any(each.contents == THE_SCALER for each in saved):
+        return []  # it has a file of its own
+    # A function that we cannot see may save it if the script loads it, or if another such function gets it.
+    may_be_saved = _loads_scaler(code) or any(each.contents.scaler and each.contents.whole for each in saved)
+    found = []
+    for each in saved:
+        has_optimizer, has_scaler, whole = each.contents
+        # A dictionary of one entry is one of several files.
+        is_complete = each.display is not None and not (
+            isinstance(each.display, ast.Dict) and len(each.display.keys) == 1
+        )
+        is_judged = has_optimizer and whole and (is_complete or not may_be_saved)
+        if is_judged and not has_scaler and _is_in_reach(each, users, code):
+            found.append(each)
+    return _without_neighbours(found)
+
+
+def _saved_checkpoints(code: SourceFile) -> list[SavedCheckpoint]:
+    """Return what the scripts of a file save, once per place, together with what any caller adds."""
+    found: dict[ast.expr, SavedCheckpoint] = {}
+
+    def add(
+        reader: SavedValueReader, call: ast.expr, frame: Frame, contents: Contents, trace: CodeTrace | None
+    ) -> None:
+        where, home = reader.place(call, frame)
+        display = reader.display[0]
+        known = found.setdefault(display or where, SavedCheckpoint(where, home, contents, display))
+        if known.where is display and where is not display:  # a save beside the dictionary is nearer
+            known.where, known.frame = where, home
+        known.contents = together([known.contents, contents])
+        known.optimizers |= reader.optimizers
+        known.traces += [trace] if trace is not None else []
+
+    stepped = {event.other or event.key for event in code.events if event.kind in STEPS_OPTIMIZER}
+    saving: dict[FunctionOutline, set[ast.Call]] = {}
+    completed: set[ast.AST] = set()  # dictionaries that another save completes with the scaler
+    sites = list(_saving_calls(code))
+    for call, frame, _, _ in sites:
+        saving.setdefault(frame.function, set()).add(call)
+    read: set[ast.AST] = set()
+    for call, frame, arguments, trace in sites:
+        reader = SavedValueReader(stepped, alone=len(saving[frame.function]) == 1)
+        contents = together([reader.given(argument, frame, call.lineno) for argument in arguments])
+        if isinstance(call.func, ast.Attribute):
+            contents = together([contents, reader.receiver(call.func, frame)])
+        add(reader, call, frame, contents, trace)
+        read |= reader.read
+        completed |= reader.read if contents.scaler else set()
+    # What a class or a function returns for others to save.
+    text = code.script.text
+    for function in code.outline.functions[1:]:
+        if function.is_run_by_framework or not GIVES_STATE.search(function.name) or f".{function.name}(self" in text:
+            continue
+        for part in walk(function.node):
+            if isinstance(part, ast.Return) and isinstance(part.value, ast.Dict | ast.Name) and part.value not in read:
+                reader = SavedValueReader(stepped)
+                frame = code.frame(function)
+                contents = reader.of(part.value, frame, part.lineno)
+                if reader.display[0] is not None and reader.display[0] not in read:
+                    add(reader, reader.display[0], frame, contents, None)
+    for each in found.values():
+        if each.display in completed:
+            each.contents = together([each.contents, THE_SCALER])
     return list(found.values())
 
 
-def saves_scaler_alone(code: SourceFile) -> bool:
-    """Whether a scaler's state is saved to its own file: ``torch.save(scaler.state_dict(), "scaler.pt")``."""
-    for call, context in _saving_calls(code):
-        for given in call.args:
-            if ast.unparse(given).endswith(".state_dict()") and _mentions_scaler(("", given), context.frame):
+def _saving_calls(code: SourceFile) -> Iterator[tuple[ast.Call, Frame, list[ast.expr], CodeTrace | None]]:
+    """Yield each call that saves something, with what it saves, once per context that reaches it."""
+    reached = set()
+    for trace in code.traces:
+        reached.update([site.node for site in trace.calls])
+        if trace.frame.outline is code.outline:
+            for site in trace.calls:
+                arguments = _saved_arguments(site.call, site.context.frame)
+                if arguments is not None:
+                    yield site.call, site.context.frame, arguments, trace
+    for call in code.nodes(ast.Call):  # in lambdas, and in functions that have no part in training
+        if call not in reached and _may_save(name_of(call.func)):
+            frame = code.frame(code.function_at(call))
+            arguments = _saved_arguments(call, frame)
+            if arguments is not None:
+                yield call, frame, arguments, None
+
+
+def _is_dead(node: ast.AST, frame: Frame) -> bool:
+    """Whether it is in the body of ``if False:`` or ``if False and ...:``."""
+    if "if False" not in frame.outline.script.text:
+        return False
+    parents = frame.outline.script.parents
+    while not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
+        above = parents[node]
+        if isinstance(above, ast.If) and node in above.body:
+            test = above.test
+            parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+            if any(isinstance(part, ast.Constant) and part.value is False for part in parts):
+                return True
+        node = above
+    return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _may_save(name: str) -> bool:
+    return name in RUNS_LATER or SAVES.search(name) is not None or SAVES_CLASS.search(name) is not None
+
+
+def _saved_arguments(call: ast.Call, frame: Frame) -> list[ast.expr] | None:
+    """Return what a call saves; None if it does not save, or if it is followed into its function."""
+    func, given = call.func, arguments_given(call)
+    name = name_of(func)
+    if name in RUNS_LATER:  # partial(save, model, optimizer), Thread(target=torch.save, args=(state, path))
+        saver = next((part for part in given if SAVES.search(name_of(part))), None)
+        if saver is None or (isinstance(saver, ast.Name) and frame.function.holds(saver.id)):
+            return None
+        func, given, name = saver, [part for part in given if part is not saver], name_of(saver)
+    if not _may_save(name) or _is_dead(call, frame):
+        return None
+    if WRITERS.search(frame.qualified(func) or ""):
+        return given
+    is_visible = frame.callee(call) is not None if func is call.func else frame.definition(func) is not None
+    if is_visible or SAVES_OTHER.search(name) or isinstance(frame.definition(func), ClassOutline):
+        return None
+    receiver = (dotted_text(func.value) or "") if isinstance(func, ast.Attribute) else ""
+    return None if TRACKERS.search(receiver) else given
+
+
+def _block_of(statement: ast.AST, frame: Frame) -> tuple[list[ast.stmt], int]:
+    """Return the block of a statement, and its index there."""
+    parent = frame.outline.script.parents[statement]
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(parent, name, None)
+        if isinstance(block, list) and statement in block:
+            return block, block.index(statement)
+    assert isinstance(statement, ast.stmt)
+    return [statement], 0
+
+
+def _owner(function: FunctionOutline) -> ClassOutline | None:
+    return next((scope.owner for scope in function.scopes if scope.owner is not None), None)
+
+
+@functools.lru_cache(maxsize=2)
+def _scaler_users(code: SourceFile) -> set[ClassOutline | None]:
+    """Return the classes that use a scaler in the scripts of a file; None for functions outside of classes."""
+    own = [trace for trace in code.traces if trace.frame.outline is code.outline]
+    users = {_owner(event.frame.function) for trace in own if (events := _scaler_events(trace)) for event in events}
+    made = {call for call in code.nodes(ast.Call) if SCALER_CLASS.search(name_of(call.func))}
+    for target, value in code.assignments if made else ():
+        for call in made.intersection(walk(value)) if value is not None else ():
+            function = code.function_at(call)
+            is_scaler = code.frame(function).role_of_call(call) == SCALER
+            if is_scaler and (users or _is_given_away(target, code)):
+                users.add(_owner(function))
+    return users
+
+
+def _loads_scaler(code: SourceFile) -> bool:
+    loads = [call for call in code.nodes(ast.Call) if name_of(call.func) == "load_state_dict"]
+    receivers = [call.func.value for call in loads if isinstance(call.func, ast.Attribute)]
+    return any(code.frame(code.function_at(receiver)).role(receiver) == SCALER for receiver in receivers)
+
+
+def _scaler_events(trace: CodeTrace) -> list[SourceEvent]:
+    return [event for event in trace.events() if event.kind in USES_SCALER and event.key != ANYTHING]
+
+
+def _is_given_away(target: ast.expr, code: SourceFile) -> bool:
+    """Whether a scaler is called, or passed to a function that is not visible."""
+    name = dotted_text(target)
+    for call in code.nodes(ast.Call) if name is not None else ():
+        if dotted_text(call.func) == name:
+            return True
+        if any(dotted_text(part) == name for part in arguments_given(call)):
+            callee = code.frame(code.function_at(call)).callee(call)
+            if callee is None or callee[0].is_abstract:
                 return True
     return False
 
 
-def _saving_calls(code: SourceFile) -> Iterator[tuple[ast.Call, EventContext]]:
-    for site in [site for trace in code.traces for site in trace.calls]:
-        call, frame = site.call, site.context.frame
-        saves = frame.qualified(call.func) == "torch.save"
-        if saves or (SAVES.search(last_name(call.func)) and frame.callee(call) is None):
-            yield call, site.context
-
-
-def _dictionaries(node: ast.expr, frame: Frame, line: int, depth: int = 0) -> Iterator[Display]:
-    """Yield the dictionary displays that an expression may evaluate to."""
-    is_display = isinstance(node, ast.Dict | ast.DictComp)
-    if is_display or (isinstance(node, ast.Call) and dotted_text(node.func) == "dict"):
-        yield node, frame, ()
-    elif depth >= DEEPEST:
-        return
-    elif isinstance(node, ast.Call):
-        yield from _returned_dictionaries(node, frame, depth)
-    elif isinstance(node, ast.Name) and node.id in frame.function.bindings:
-        values = [binding.value for binding in frame.function.bindings[node.id] if binding.value is not None]
-        before = [value for value in values if value.lineno <= line] or values
-        if before:
-            yield from _dictionaries(before[-1], frame, line, depth + 1)
-    elif isinstance(node, ast.Name | ast.Attribute):
-        for value, home in frame.values(node):
-            if value is not None and value is not node:
-                yield from _dictionaries(value, home, 10**9, depth + 1)
-
-
-def _returned_dictionaries(call: ast.Call, frame: Frame, depth: int) -> Iterator[Display]:
-    target = frame.callee(call)
-    if target is None or target[0].name == "__init__":
-        return
-    inside = frame.enter(target[0], call, target[1])
-    for part in ast.walk(target[0].node):
-        if isinstance(part, ast.Return) and part.value is not None:
-            for display, home, calls in _dictionaries(part.value, inside, part.lineno, depth + 1):
-                yield display, home, (*calls, (call, frame))
-
-
-def _entries(node: ast.expr, frame: Frame, depth: int = 0) -> tuple[list[Entry], bool]:
-    """Return the entries of a dictionary, including those added later in its function, and whether these are all."""
-    entries: list[Entry] = []
-    whole = True
-    if isinstance(node, ast.Dict):
-        for key, value in zip(node.keys, node.values, strict=True):
-            if key is None:
-                inner = list(_dictionaries(value, frame, value.lineno, depth + 1)) if depth < DEEPEST else []
-                for display, home, _ in inner:
-                    entries += _entries(display, home, depth + 1)[0]
-                whole = whole and bool(inner)
-            else:
-                entries.append((key.value if isinstance(key, ast.Constant) else ast.unparse(key), value))  # type: ignore[arg-type]
-    elif isinstance(node, ast.DictComp):
-        entries, whole = _states_of_all(node, frame, depth)
-    elif isinstance(node, ast.Call):
-        entries += [(word.arg, word.value) for word in node.keywords if word.arg]
-        whole = not node.args and all(word.arg for word in node.keywords)
-    added, sure = _added_later(node, frame)
-    return entries + added, whole and sure
-
-
-def _states_of_all(node: ast.DictComp, frame: Frame, depth: int) -> tuple[list[Entry], bool]:
-    """Return the entries of ``{name: thing.state_dict() for name, thing in objects.items()}``."""
-    loop = node.generators[0]
-    method = loop.iter.func if isinstance(loop.iter, ast.Call) else None
-    if len(node.generators) > 1 or not isinstance(method, ast.Attribute) or method.attr != "items" or depth >= DEEPEST:
-        return [], False
-    found = list(_dictionaries(method.value, frame, node.lineno, depth + 1))
-    if len(found) != 1 or found[0][2] or not ast.unparse(node.value).endswith(".state_dict()"):
-        return [], False
-    entries: list[Entry] = []
-    objects, whole = _entries(found[0][0], found[0][1], depth + 1)
-    for key, value in objects:
-        state = ast.Call(func=ast.Attribute(value=value, attr="state_dict", ctx=ast.Load()), args=[], keywords=[])
-        entries.append((key, state))
-    return entries, whole
-
-
-def _added_later(node: ast.expr, frame: Frame) -> tuple[list[Entry], bool]:
-    """Return the entries that a dictionary gets after it was made, and whether these are all that it may get."""
-    classes = frame.ancestry(frame.instance_of) if frame.instance_of is not None else []
-    names = _names_of(node, frame.function.bindings)
-    attributes = {f"self.{name}" for cls in classes for name in _names_of(node, cls.attributes)}
-    scopes: list[ast.AST] = [frame.function.node] if names else []
-    scopes += [cls.node for cls in classes] if attributes else []  # another method may add to it
-    names |= attributes
-    entries: list[Entry] = []
-    sure = True
-    for part in (part for scope in scopes for part in ast.walk(scope)):
-        if isinstance(part, ast.Assign):
-            for target in part.targets:  # state["a"]["b"] = ...
-                inner = target
-                while isinstance(inner, ast.Subscript):
-                    inner = inner.value
-                if isinstance(target, ast.Subscript) and dotted_text(inner) in names:
-                    key = str(target.slice.value) if isinstance(target.slice, ast.Constant) else ""
-                    entries.append((key, part.value))
-        elif isinstance(part, ast.AugAssign) and dotted_text(part.target) in names:  # state |= {...}
-            entries.append(("", part.value))
-            sure = sure and isinstance(part.value, ast.Dict)
-        elif isinstance(part, ast.Call):
-            added, known = _added_by_call(part, names, frame)
-            entries += added
-            sure = sure and known
-    return entries, sure
-
-
-def _names_of(node: ast.expr, bindings: dict[str, list[Binding]]) -> set[str]:
-    return {name for name, those in bindings.items() if any(binding.value is node for binding in those)}
-
-
-def _added_by_call(call: ast.Call, names: set[str], frame: Frame) -> tuple[list[Entry], bool]:
-    """Return the entries that a call adds to the dictionary, and whether these are all that it may add."""
-    func = call.func
-    if isinstance(func, ast.Attribute) and dotted_text(func.value) in names and func.attr in ("update", "setdefault"):
-        entries = [("", argument) for argument in call.args]
-        entries += [(word.arg or "", word.value) for word in call.keywords]
-        known = func.attr == "setdefault" or all(isinstance(argument, ast.Dict) for argument in call.args)
-        return entries, known and all(word.arg for word in call.keywords)
-    given = arguments_given(call)
-    is_passed_on = any(dotted_text(argument) in names for argument in given)
-    return [], not (is_passed_on and any(frame.role(argument) == SCALER for argument in given))
-
-
-def _is_optimizer_state(entry: Entry, frame: Frame) -> bool:
-    key, value = entry
-    called = [part.func for part in ast.walk(value) if isinstance(part, ast.Call)]
-    owners = [func.value for func in called if isinstance(func, ast.Attribute) and func.attr == "state_dict"]
-    return any(frame.role(owner) == OPTIMIZER or OPTIMIZER_ENTRY.search(str(key)) for owner in owners)
-
-
-def _mentions_scaler(entry: Entry, frame: Frame) -> bool:
-    key, value = entry
-    if SCALER_ENTRY.search(str(key)):
+def _is_in_reach(saved: SavedCheckpoint, users: set[ClassOutline | None], code: SourceFile) -> bool:
+    """Whether what saves has to do with a scaler: a class without one, beside a class with one, has not."""
+    if saved.optimizers and saved.optimizers <= _unscaled_optimizers(code):
+        return False
+    owner = _owner(saved.frame.function)
+    if owner is None or None in users or any(_scaler_events(trace) for trace in saved.traces):
         return True
-    names = [part for part in ast.walk(value) if isinstance(part, ast.Name | ast.Attribute)]
-    return any(frame.role(name) == SCALER for name in names) or "scaler" in ast.unparse(value).lower()
+    above = saved.frame.ancestry(owner)
+    return any(user is not None and (user in above or owner in saved.frame.ancestry(user)) for user in users)
+
+
+@functools.lru_cache(maxsize=2)
+def _unscaled_optimizers(code: SourceFile) -> set[str | None]:
+    """Return the keys of optimizers that are stepped without a scaler only."""
+    stepped = {event.key for event in code.events if event.kind == "optimizer step"}
+    scaled = {event.other for event in code.events if event.kind in ("scaler step", "unscale")}
+    # An unseen function that gets an optimizer with a scaler may step it.
+    opaque = [event.keys for event in code.events if any(role_of_name(key) == SCALER for key in event.keys)]
+    return stepped - scaled - {key for keys in opaque for key in keys}
+
+
+def _without_neighbours(found: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
+    """Return the first of several saves in a row, such as those of a generator and of a discriminator."""
+    kept: list[SavedCheckpoint] = []
+    before: tuple[object, int] | None = None
+    for each in sorted(found, key=lambda one: one.where.lineno):
+        block, index = _block_of(each.frame.outline.script.statement(each.where), each.frame)
+        place = (id(block), index)
+        if each.display is not None or before is None or before[0] != place[0] or index - before[1] > IN_A_ROW:
+            kept.append(each)
+        before = place
+    return kept

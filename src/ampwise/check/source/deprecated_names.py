@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.project import SourceFile
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Edit
 
 MOVED = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
@@ -29,6 +30,9 @@ DEPRECATED = {f"{module}.{name}": (device, name) for module, device in MODULES.i
 ABOUT_VERSIONS = LazyPattern(
     r"version|hasattr|getattr|TORCH|_available|__dict__|dir\(|find_spec|callable", re.IGNORECASE
 )
+# A test for a torch that has the new names: `hasattr(torch.amp, "GradScaler")`, `version >= (2, 4)`, `"2.4.0"`.
+ABOUT_NEW_NAMES = LazyPattern(r"torch\.amp|hasattr\(torch, '(amp|autocast|GradScaler)'|\b2[.,_ ]+\d")
+NEW_NAMES = ("torch.autocast", "torch.GradScaler")
 MOST_SHARED = 100  # above this many edits, only one finding carries the edits that many share
 OPENING = LazyPattern(r"\s*\(")
 
@@ -46,14 +50,18 @@ class DeprecatedUse(NamedTuple):
     """Use of a deprecated name, and the edits that replace it; without edits it needs a manual change."""
 
     node: ast.ImportFrom | ast.Attribute
-    name: str
+    name: str  # the deprecated module for an import or an alias of it, else the class or function
     edits: tuple[Edit, ...]
 
 
 def deprecated_uses(code: SourceFile) -> list[DeprecatedUse]:
-    """Return the imports of deprecated names, and their uses with a module name, such as ``amp.autocast()``."""
+    """Return the imports of deprecated names, and their uses with a module name, such as ``amp.autocast()``.
+
+    Those for a torch that does not have the new names, beside code that uses them, are not among them.
+    """
     found = _Deprecated(code)
-    uses = [*found.imported(), *found.dotted()]
+    uses = [*found.imported(), *found.dotted(), *found.assigned_modules()]
+    uses = [use for use in uses if not found.is_fallback(use.node)]
     return sorted(uses, key=lambda use: (use.node.lineno, use.node.col_offset))
 
 
@@ -128,6 +136,14 @@ class _Deprecated:
     def _dotted_uses(self) -> list[ast.Attribute]:
         nodes = [node for node in self.code.nodes(ast.Attribute) if node.attr in MOVED]
         return [node for node in nodes if self._full_name(node) in DEPRECATED]
+
+    def assigned_modules(self) -> Iterator[DeprecatedUse]:
+        """Yield ``amp = torch.cuda.amp``, through which the deprecated names are used."""
+        for node in self.code.nodes(ast.Attribute):
+            if node.attr == "amp" and self._full_name(node) in ("torch.cuda.amp", "torch.cpu.amp"):
+                parent = self.script.parents.get(node)
+                if isinstance(parent, ast.Assign | ast.AnnAssign | ast.IfExp):
+                    yield DeprecatedUse(node, self._full_name(node), ())
 
     def _full_name(self, node: ast.expr) -> str:
         return self.imports.qualified(node) or ""
@@ -264,6 +280,44 @@ class _Deprecated:
         while node in self.script.parents:
             yield self.script.parents[node], node
             node = self.script.parents[node]
+
+    def is_fallback(self, node: ast.AST) -> bool:
+        """Whether a use is only for a torch without the new names, which other code beside it uses."""
+        for outer, inner in self._outer_nodes(node):
+            if isinstance(outer, ast.ExceptHandler):
+                tried = self.script.parents[outer]
+                if isinstance(tried, ast.Try) and self._uses_new_names(tried.body):
+                    return True
+            if isinstance(outer, ast.If | ast.IfExp) and inner is not outer.test:
+                then = [outer.body] if isinstance(outer, ast.IfExp) else outer.body
+                orelse = [outer.orelse] if isinstance(outer, ast.IfExp) else outer.orelse
+                if self._asks_for_new_names(outer.test, orelse if inner in then else then):
+                    return True
+            # if hasattr(torch, "autocast"): return torch.autocast("cuda")
+            for block in (getattr(outer, "body", ()), getattr(outer, "orelse", ())):
+                if isinstance(block, list) and inner in block:
+                    for before in block[: block.index(inner)]:
+                        returns = isinstance(before, ast.If) and isinstance(before.body[-1], ast.Return)
+                        if returns and self._asks_for_new_names(before.test, before.body):
+                            return True
+        return False
+
+    def _asks_for_new_names(self, test: ast.expr, other_branch: Sequence[ast.AST]) -> bool:
+        """Whether a test decides between the new names, in the other branch, and the deprecated ones."""
+        text = ast.unparse(test)
+        if not ABOUT_VERSIONS.search(text):
+            return False
+        return ABOUT_NEW_NAMES.search(text) is not None or self._uses_new_names(other_branch)
+
+    def _uses_new_names(self, nodes: Sequence[ast.AST]) -> bool:
+        for part in (part for node in nodes for part in walk(node)):
+            if isinstance(part, ast.ImportFrom):
+                names = [f"{part.module}.{alias.name}" for alias in part.names]
+            else:
+                names = [self._full_name(part)] if isinstance(part, ast.Attribute | ast.Name) else []
+            if any(name in NEW_NAMES or f"{name}.".startswith("torch.amp.") for name in names):
+                return True
+        return False
 
     def _is_for_old_versions(self, node: ast.AST) -> bool:
         for outer, inner in self._outer_nodes(node):

@@ -10,13 +10,22 @@ from __future__ import annotations
 import ast
 import collections
 import functools
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ampwise.check.source.constructors import find_constructors
+from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import dotted_text, last_name
 from ampwise.check.source.outline import Binding, ClassOutline, FunctionOutline
-from ampwise.check.source.torch_names import GRAD_SCALERS, NOT_A_GRAD_SCALER, SCALER, role_of_constructor, role_of_name
+from ampwise.check.source.torch_names import (
+    AUTOCASTS,
+    GRAD_SCALERS,
+    NOT_A_GRAD_SCALER,
+    SCALER,
+    role_of_constructor,
+    role_of_name,
+)
 
 if TYPE_CHECKING:
     from ampwise.check.source.project import Project
@@ -25,6 +34,11 @@ MOST_VALUES = 40  # a name with more possible values is treated as unknown
 MOST_BASES = 64  # base classes of a class
 # Attributes that refer to the same object.
 TRANSPARENT = frozenset(("module", "_orig_mod", "data"))
+PARTIALS = ("partial", "partialmethod")
+HOLD_FUNCTIONS = (*PARTIALS, "compile", "script")
+MOST_HOLDERS = 3  # around one function
+# Dictionaries of settings or saved states: what they hold under "optimizer" is not an optimizer.
+SETTINGS = LazyPattern(r"c(on)?fi?g|arg|opts?$|param|setting|ckpt|checkpoint|saved|load|state_dict|kw", re.IGNORECASE)
 ARGUMENT_PARSERS = ("parse_args", "parse_known_args", "ArgumentParser")
 
 Given = TypeVar("Given")
@@ -71,7 +85,7 @@ class Frame:
         self.arguments = arguments or {}
         self.instance_of: ClassOutline | None
         self.instance_of = instance_of or function.owner or (None if caller is None else caller.instance_of)
-        self._values: dict[ast.expr, list[PossibleValue]] = {}
+        self._values: dict[ast.expr | str, list[PossibleValue]] = {}  # an empty list: the node itself
         self._known: dict[object, dict[Any, Any]] = collections.defaultdict(dict)  # results of ``once_per_argument``
 
     def callers(self) -> list[Frame]:
@@ -154,9 +168,15 @@ class Frame:
 
     def values(self, node: ast.expr) -> list[PossibleValue]:
         """Return the expressions that ``node`` may hold, with names replaced by what was assigned to them."""
-        known = self._values.get(node)
+        # All occurrences of a name hold the same values, and so do those of `self.name`.
+        place: ast.expr | str = node
+        if isinstance(node, ast.Name):
+            place = node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            place = f"{node.value.id}.{node.attr}"
+        known = self._values.get(place)
         if known is None:
-            unknown = self._values[node] = [PossibleValue(None, self)]
+            unknown = self._values[place] = [PossibleValue(None, self)]
             if isinstance(node, ast.Name):
                 known = self._values_of_name(node)
             elif isinstance(node, ast.Attribute):
@@ -167,8 +187,9 @@ class Frame:
                 known = [value for part in node.values for value in self.values(part)]
             else:
                 known = [PossibleValue(node, self)]
-            known = self._values[node] = known if len(known) <= MOST_VALUES else unknown
-        return known
+            known = known if len(known) <= MOST_VALUES else unknown
+            self._values[place] = [] if len(known) == 1 and known[0].node is node else known
+        return known or [PossibleValue(node, self)]
 
     def makers(self, node: ast.expr) -> set[str | None]:
         """Return the full names of the functions whose results ``node`` may hold; None for anything else."""
@@ -231,12 +252,24 @@ class Frame:
 
     def _class_made(self, node: ast.expr) -> ClassOutline | None:
         """Return the class whose constructor made an object."""
-        if isinstance(node, ast.Name | ast.Attribute | ast.Call):
+        if isinstance(node, ast.Name):
+            place: ast.expr | str = node.id
+        elif isinstance(node, ast.Attribute):
+            place = f"{node.value.id}.{node.attr}" if isinstance(node.value, ast.Name) else node
+        elif isinstance(node, ast.Call):
+            place = node
+        else:
+            return None
+        known = self._known[Frame._class_made]
+        if place not in known:
+            known[place] = None
             for maker, frame in find_constructors(node, self):
                 made = frame.definition(maker.func) if isinstance(maker, ast.Call) else None
                 if isinstance(made, ClassOutline):
-                    return made
-        return None
+                    known[place] = made
+                    break
+        found: ClassOutline | None = known[place]
+        return found
 
     def ancestry(self, owner: ClassOutline) -> list[ClassOutline]:
         """Return a class and its bases, as far as checked files define them."""
@@ -264,6 +297,9 @@ class Frame:
 
     def _find_definition(self, node: ast.expr) -> FunctionOutline | ClassOutline | None:
         if isinstance(node, ast.Name):
+            imported = self.outline.imports.names.get(node.id)
+            if imported in GRAD_SCALERS or imported in AUTOCASTS:
+                return None  # a class of this name is its stand-in under `except ImportError`
             for scope in self.function.scopes:
                 if node.id in scope.functions:
                     return scope.functions[node.id]
@@ -296,7 +332,26 @@ class Frame:
         # loss_scaler(loss, optimizer), if loss_scaler is a callable object
         cls = self._class_made(func)
         found = (self.method(cls, "__call__") or self.method(cls, "forward")) if cls else None
-        return (found, cls) if found else None
+        if found is not None:
+            return found, cls
+        for value, frame in self.values(func) if isinstance(func, ast.Name | ast.Attribute) else ():
+            held = frame._function_held(value) if value is not func else None
+            if held is not None:
+                return held
+        return None
+
+    def _function_held(self, node: ast.expr | None, depth: int = 0) -> Callee | None:
+        """Return the function that a value is: by another name, a bound method, compiled, or in a ``partial``."""
+        if isinstance(node, ast.Call) and node.args and last_name(node.func) in HOLD_FUNCTIONS and depth < MOST_HOLDERS:
+            return self._function_held(node.args[0], depth + 1)
+        if not isinstance(node, ast.Name | ast.Attribute):
+            return None
+        target = self.definition(node)
+        if isinstance(target, FunctionOutline):
+            return target, None
+        owner = self.class_of(node.value) if isinstance(node, ast.Attribute) else None
+        found = self.method(owner, node.attr) if owner is not None and isinstance(node, ast.Attribute) else None
+        return (found, owner) if found is not None else None
 
     def enter(self, function: FunctionOutline, call: ast.Call, instance_of: ClassOutline | None) -> Frame:
         """Return the frame of ``function`` as called here."""
@@ -304,28 +359,70 @@ class Frame:
         if not isinstance(function.node, ast.Module):
             arguments = function.node.args
             names = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args]]
-            for name, given in zip(names if function.self_name is None else names[1:], call.args, strict=False):
+            partial = self._partial(call.func)
+            given_first = partial.args[1:] if partial is not None else []
+            positional = [*given_first, *call.args]
+            for name, given in zip(names if function.self_name is None else names[1:], positional, strict=False):
                 if isinstance(given, ast.Starred):
                     break  # the following arguments go to unknown parameters
                 bound[name] = given
             known = set(function.params)
-            bound.update({word.arg: word.value for word in call.keywords if word.arg in known and word.arg})
+            words = [*(partial.keywords if partial is not None else ()), *call.keywords]
+            bound.update({word.arg: word.value for word in words if word.arg in known and word.arg})
         return Frame(function, self.lookup, self, bound, instance_of, call)
+
+    def _partial(self, func: ast.expr) -> ast.Call | None:
+        """Return the call of ``partial`` that made a function here, whose arguments come before those of a call."""
+        values = self.values(func) if isinstance(func, ast.Name | ast.Attribute) else []
+        made, frame = values[0] if len(values) == 1 else (None, self)
+        if not isinstance(made, ast.Call) or not made.args or last_name(made.func) not in PARTIALS:
+            return None
+        # Its arguments must mean the same here: they do in the same function, and at the top of the file.
+        return made if frame is self or frame.function.parent is None else None
 
     # -- roles --------------------------------------------------------------------------------------------
 
     @once_per_argument
     def role(self, node: ast.expr) -> str | None:
         """Return scaler, optimizer, scheduler or None: by the object's constructor, else by its name."""
+        keys = []
         while isinstance(node, ast.Subscript):
+            keys.append(node.slice.value if isinstance(node.slice, ast.Constant) else None)
             node = node.value
+        if keys and isinstance(keys[0], str) and not SETTINGS.search(dotted_text(node) or ""):
+            indexed = role_of_name(keys[0])  # state["optimizer"], but not config["train"]["optimizer"]
+            if indexed is not None:
+                return indexed
         if not isinstance(node, ast.Name | ast.Attribute):
             return None
         for value, frame in self.values(node):
             role = frame.role_of_call(value) if isinstance(value, ast.Call) else None
             if role is not None:
                 return role or None  # "" means certainly none of them
-        return role_of_name(dotted_text(node) or "")
+        named = role_of_name(dotted_text(node) or "")
+        if named is not None or not isinstance(node, ast.Name):
+            return named
+        # In `for s in self.schedulers: s.step()` the list has the name.
+        iterated = self.iterated(node)
+        if isinstance(iterated, ast.Call):
+            return role_of_name(last_name(iterated.func))
+        return self.role(iterated) if iterated is not None else None
+
+    def iterated(self, node: ast.Name) -> ast.expr | None:
+        """Return the list, or the member of a ``zip``, that the variable of a loop or a comprehension runs over."""
+        home = self.function.home_of(node.id)
+        if home is not None:
+            bindings = home.bindings.get(node.id, [])
+            loop = bindings[0].node if len(bindings) == 1 and home is self.function else None
+            return _member(loop.target, loop.iter, node.id) if isinstance(loop, ast.For) else None
+        outer: ast.AST | None = self.outline.script.parents.get(node)
+        while isinstance(outer, ast.expr | ast.comprehension | ast.keyword):
+            for part in getattr(outer, "generators", ()):
+                found = _member(part.target, part.iter, node.id)
+                if found is not None:
+                    return found
+            outer = self.outline.script.parents.get(outer)
+        return None
 
     def role_of_call(self, call: ast.Call) -> str | None:
         """Return the role of what a call makes; "" if certainly none, None if unknown."""
@@ -345,3 +442,21 @@ class Frame:
                 if word.arg == "enabled" and isinstance(word.value, ast.Constant) and word.value.value is False:
                     return ""  # a disabled scaler does nothing
         return SCALER if role is None and last.endswith("Scaler") else role
+
+
+def _member(target: ast.expr, iterated: ast.expr, name: str) -> ast.expr | None:
+    """Return what ``name`` runs over in ``for target in iterated``, through ``zip``, ``enumerate`` and ``items``."""
+    if isinstance(iterated, ast.Call):
+        called, parts = last_name(iterated.func), target.elts if isinstance(target, ast.Tuple) else []
+        if called == "zip" and len(parts) == len(iterated.args):
+            found = [_member(part, given, name) for part, given in zip(parts, iterated.args, strict=True)]
+            return next((one for one in found if one is not None), None)
+        if called in ("enumerate", "items") and len(parts) == 2:
+            target = parts[1]
+        if called in ("enumerate", "reversed", "list", "tuple") and iterated.args:
+            return _member(target, iterated.args[0], name)
+        if called in ("items", "values") and isinstance(iterated.func, ast.Attribute):
+            iterated = iterated.func.value
+    if not isinstance(target, ast.Name) or target.id != name:
+        return None
+    return iterated.elts[0] if isinstance(iterated, ast.List | ast.Tuple) and iterated.elts else iterated

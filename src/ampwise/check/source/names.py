@@ -63,7 +63,7 @@ class Imports:
         return ".".join([name, *reversed(parts)])
 
 
-def dotted_text(node: ast.expr) -> str | None:
+def dotted_text(node: ast.AST) -> str | None:
     """Return ``a.b.c`` for a chain of attributes on a name, else None."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):

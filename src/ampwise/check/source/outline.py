@@ -45,6 +45,7 @@ class FunctionOutline:
         self.params: list[str] = []
         self.defaults: dict[str, ast.expr] = {}
         self.bindings: dict[str, list[Binding]] = {}
+        self.returns: list[ast.expr | None] = []
         self.functions: dict[str, FunctionOutline] = {}
         self.definitions: dict[ast.expr, FunctionOutline | ClassOutline | None] = {}  # names resolved so far
         self.outside: set[str] = set()  # declared global or nonlocal
@@ -89,6 +90,15 @@ class FunctionOutline:
         """Whether it is a method that a framework such as Lightning calls, which does the step itself."""
         return self.owner is not None and any("Lightning" in ast.unparse(base) for base in self.owner.node.bases)
 
+    @property
+    def is_abstract(self) -> bool:
+        """Whether its body does nothing: another class replaces it."""
+        return all(
+            isinstance(node, ast.Raise | ast.Pass)
+            or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+            for node in self.body
+        )
+
     def holds(self, name: str) -> bool:
         return name not in self.outside and (name in self.bindings or name in self.params)
 
@@ -132,12 +142,17 @@ class FileOutline:
 
     def _add_statements(self, body: Sequence[ast.stmt], function: FunctionOutline, guarded: bool) -> None:
         for node in body:
-            if isinstance(node, ast.Expr | ast.Return | ast.Pass):
+            if isinstance(node, ast.Expr | ast.Pass):
                 pass
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                self._add_function(node, function, None)
-            elif isinstance(node, ast.ClassDef):
-                self._add_class(node, function)
+            elif isinstance(node, ast.Return):
+                function.returns.append(node.value)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                if guarded and node.name in self.imports.names:
+                    pass  # in `except ImportError`: it stands in for what is imported
+                elif isinstance(node, ast.ClassDef):
+                    self._add_class(node, function)
+                else:
+                    self._add_function(node, function, None)
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 self.imports.add(node)
             elif isinstance(node, ast.Global | ast.Nonlocal):

@@ -7,17 +7,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ampwise.check.source.cases import Made, cases_of
 from ampwise.check.source.frame import Frame, PossibleValue
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.names import dotted_text
-from ampwise.check.source.torch_names import AUTOCASTS, BF16, DTYPES, FP16
+from ampwise.check.source.torch_names import AUTOCASTS, BF16, DTYPES, FP16, SPELLINGS
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Place
 
 # A context manager with such a name is taken for autocast if we cannot see what it does.
 AUTOCAST_NAME = LazyPattern(r"autocast|(^|_)amp_?(ctx|context|cast)|mixed_?precision|precision_?(ctx|context)", re.I)
 NO_CONTEXT = LazyPattern(r"(^|\.)(nullcontext|suppress|contextlib\.\w+)$")
-SPELLINGS = {"bf16": BF16, "bfloat16": BF16, "fp16": FP16, "float16": FP16, "half": FP16, "16-mixed": FP16}
 DEEPEST = 12  # calls into functions that may return an autocast
 
 
@@ -33,6 +34,8 @@ class AutocastContext:
     enabled: bool | None = None  # None: a variable
     optional: bool = False  # sometimes replaced by a null context
     known: bool = True  # False: recognised by its name only
+    manager: ast.expr | None = None  # what the ``with`` enters: a name, a call or a conditional expression
+    entered_in: Frame | None = None  # the frame of that ``with``
 
     def spot(self, seen_from: Place) -> str:
         """Return how a message refers to the line of this autocast."""
@@ -53,7 +56,14 @@ class AutocastContext:
 
 def autocast_of(node: ast.expr, frame: Frame) -> AutocastContext | None:
     """Return the autocast context that ``with node:`` enters; None if it is something else."""
-    candidates = frame.values(node) if not isinstance(node, ast.Call) else [PossibleValue(node, frame)]
+    found = _find_autocast(node, frame)
+    if found is not None:
+        found.manager, found.entered_in = node, frame
+    return found
+
+
+def _find_autocast(node: ast.expr, frame: Frame) -> AutocastContext | None:
+    candidates = _held(node, frame) if not isinstance(node, ast.Call) else [PossibleValue(node, frame)]
     by_candidate = [list(_autocasts(value, home)) for value, home in candidates if isinstance(value, ast.Call)]
     found = [autocast for autocasts in by_candidate for autocast in autocasts]
     if not found:
@@ -66,6 +76,15 @@ def autocast_of(node: ast.expr, frame: Frame) -> AutocastContext | None:
         first.dtypes = None if first.dtypes is None or other.dtypes is None else first.dtypes | other.dtypes
         first.enabled = first.enabled if first.enabled == other.enabled else None
     return first
+
+
+def entered(manager: ast.expr) -> ast.expr:
+    """Return what ``with manager:`` enters: of ``a and b`` only b, of ``a or b`` only a, since an object is true."""
+    while isinstance(manager, ast.BoolOp):
+        if isinstance(manager.op, ast.Or) and not isinstance(manager.values[0], ast.Call):
+            break  # `flag and autocast() or nullcontext()` enters either
+        manager = manager.values[-1 if isinstance(manager.op, ast.And) else 0]
+    return manager
 
 
 def dtypes_of(node: ast.expr | None, frame: Frame) -> frozenset[str] | None:
@@ -117,6 +136,15 @@ def argument_of(call: ast.Call, name: str, position: int | None = None) -> ast.e
     return None
 
 
+def _held(node: ast.expr, frame: Frame) -> list[PossibleValue]:
+    """Return what a name may hold; if that is unpacked from a function's result, what the function returns."""
+    found = frame.values(node)
+    if any(value.node is None for value in found):
+        made = [case.value for case in cases_of(frame, node) if isinstance(case.value, Made)]
+        found = [*found, *[PossibleValue(value.node, value.frame) for value in made]]
+    return found
+
+
 def _autocasts(call: ast.Call, frame: Frame) -> Iterator[AutocastContext]:
     """Yield the autocasts that a call makes: itself, through ``partial(autocast, ...)``, or in a function it calls."""
     qualified = frame.qualified(call.func)
@@ -125,7 +153,7 @@ def _autocasts(call: ast.Call, frame: Frame) -> Iterator[AutocastContext]:
         return
     if (frame.outline.imports.qualified(call.func) or "").partition(".")[0] in ("torch", "contextlib"):
         return
-    makers = frame.values(call.func) if isinstance(call.func, ast.Name | ast.Attribute) else []
+    makers = _held(call.func, frame) if isinstance(call.func, ast.Name | ast.Attribute) else []
     for maker, home in makers:
         if isinstance(maker, ast.Call) and maker.args:
             name = home.qualified(maker.func) or dotted_text(maker.func) or ""
@@ -148,7 +176,7 @@ def _returned_autocasts(call: ast.Call, frame: Frame) -> Iterator[AutocastContex
     if target is None or isinstance(target[0].node, ast.Module) or len(frame.callers()) > DEEPEST:
         return
     inside = frame.enter(target[0], call, target[1])
-    for node in ast.walk(target[0].node):
+    for node in walk(target[0].node):
         if isinstance(node, ast.Return | ast.Yield) and node.value is not None:
             for value, home in inside.values(node.value):
                 made = home.qualified(value.func) if isinstance(value, ast.Call) and value is not call else None
@@ -173,12 +201,13 @@ def _read_call(call: ast.Call, frame: Frame, device: str | None, partial: ast.Ca
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             device = value.value.partition(":")[0]
     dtype, enabled = given["dtype"], given["enabled"]
-    default = frozenset([BF16 if device in ("cpu", "xla", "tpu") else FP16])
+    is_open = any(word.arg is None for one in (call, partial) if one is not None for word in one.keywords)  # **kwargs
+    default = None if is_open else frozenset([BF16 if device in ("cpu", "xla", "tpu") else FP16])
     return AutocastContext(
         node=call,
         frame=frame,
         device=device,
         dtypes=dtypes_of(dtype, frame) if dtype is not None else default,
         dtype_given=dtype is not None,
-        enabled=True if enabled is None else literal_bool(enabled),
+        enabled=literal_bool(enabled) if enabled is not None else None if is_open else True,
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ampwise.check.source.events import EventContext, SourceEvent
+from ampwise.check.source.execution_paths import MOST_PATHS
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import dotted_text
@@ -38,8 +39,9 @@ from ampwise.check.source.script import (
     read_script,
     script_from_text,
 )
-from ampwise.check.source.steps import MOST_ON_PATHS, Region, regions_of
+from ampwise.check.source.steps import MOST_ON_PATHS, Region, VisibleRegion, regions_of
 from ampwise.check.source.torch_names import FRAMEWORKS
+from ampwise.check.source.tree_walk import walk
 from ampwise.check.source.walk import FOLLOWED_PER_LINE, MOST_FOLLOWED, CodeSite, CodeTrace, WorkBudget, trace_function
 
 NodeType = TypeVar("NodeType", bound=ast.AST)
@@ -48,12 +50,11 @@ IMPORTED = LazyPattern(
     r"^[ \t]*from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|^[ \t]*import[ \t]+([\w., ]+)", re.M
 )
 # Mixed precision that a script handles itself although it uses a framework.
-OWN_AMP = LazyPattern(r"GradScaler|unscale_|(?:torch|amp)\.autocast|cuda\.amp")
+OWN_AMP = LazyPattern(r"GradScaler|unscale_\(|(?:torch|amp)\.autocast|cuda\.amp")
 MOST_IMPORTED = 5_000  # files read because others import from them
 MOST_IMPORTED_CHARACTERS = 100_000_000
 MOST_LIMITS_NAMED = 3  # in one file
 RECENT_TEXTS = 32  # cached, since the files of a folder import the same few
-CALLED = LazyPattern(r"\w+(?=\()")
 FORWARDS_REEXPORTS = 3  # how many __init__ files a name is followed through
 
 
@@ -139,7 +140,7 @@ class Project:
             frame = self.frame(function)
             imported = function.outline.imports.names
             found: dict[FunctionOutline, None] = {}
-            for node in ast.walk(function.node):
+            for node in walk(function.node):
                 if not isinstance(node, ast.Call) or (isinstance(node.func, ast.Name) and node.func.id in imported):
                     continue
                 target = frame.callee(node)
@@ -276,7 +277,6 @@ class SourceFile:
 
     def __init__(self, project: Project, script: SourceScript, outline: FileOutline) -> None:
         self.project, self.script, self.outline, self.path = project, script, outline, script.path
-        self.given_up: list[Region] = []  # training steps with too many paths, once for each rule that needed them
 
     # The syntax tree, for rules that need no context.
 
@@ -287,19 +287,8 @@ class SourceFile:
     @functools.cached_property
     def _nodes_by_type(self) -> dict[type[ast.AST], list[ast.AST]]:
         found: dict[type[ast.AST], list[ast.AST]] = {}
-        pending: list[ast.AST] = [self.script.tree]
-        for node in pending:  # as ast.walk, in half the time
+        for node in self.script.nodes:
             found.setdefault(type(node), []).append(node)
-            if isinstance(node, ast.Name | ast.Constant):
-                continue  # half of all nodes, without children
-            for name in node._fields:
-                child = getattr(node, name, None)
-                if isinstance(child, list):
-                    for part in child:
-                        if isinstance(part, ast.AST):
-                            pending.append(part)  # noqa: PERF401 (half the time)
-                elif isinstance(child, ast.AST) and not isinstance(child, ast.expr_context):
-                    pending.append(child)
         return found
 
     @property
@@ -368,15 +357,8 @@ class SourceFile:
                         yield method, owner
 
     def _is_called(self, function: FunctionOutline) -> bool:
-        """Whether a function's name is followed by a bracket at least twice: the definition counts once."""
-        backwards = function.name[::-1]
-        index = bisect.bisect_left(self._called_backwards, backwards)
-        return any(name.startswith(backwards) for name in self._called_backwards[index + 1 : index + 2])
-
-    @functools.cached_property
-    def _called_backwards(self) -> list[str]:
-        """Names followed by a bracket, reversed and sorted, so that names with the same ending are adjacent."""
-        return sorted(name[::-1] for name in CALLED.findall(self.script.text))
+        """Whether a function's name is followed by a bracket anywhere but in its definition."""
+        return function.name in names_called(self.outline.module)
 
     @functools.cached_property
     def traces(self) -> list[CodeTrace]:
@@ -412,15 +394,12 @@ class SourceFile:
     def regions(self) -> list[Region]:
         """Training steps of this file."""
         budget = WorkBudget(MOST_ON_PATHS)
-        found = [region for one in self.traces for region in regions_of(one, budget)]
-        for region in found:
-            region.given_up = self.given_up
-        return found
+        return [region for one in self.traces for region in regions_of(one, budget)]
 
-    @property
+    @functools.cached_property
     def visible_regions(self) -> list[Region]:
-        """Training steps without a part in a framework, or in a function that we cannot follow."""
-        return [region for region in self.regions if not region.hidden]
+        """Training steps, without their paths through a framework, or through a function that we cannot follow."""
+        return [VisibleRegion(region) if region.hidden else region for region in self.regions]
 
     @functools.cached_property
     def events(self) -> list[SourceEvent]:
@@ -439,22 +418,40 @@ class SourceFile:
 
     @functools.cached_property
     def uses_framework(self) -> bool:
-        """Whether the file imports a library that does the mixed-precision step itself."""
-        return not {module.partition(".")[0] for module in self.outline.imports.modules}.isdisjoint(FRAMEWORKS)
+        """Whether the file uses a part of a library that does the mixed-precision step itself."""
+        for module in self.outline.imports.modules:  # `import lightning.pytorch`, `from fastai.vision.all import *`
+            names = FRAMEWORKS.get(module.partition(".")[0])
+            if names is not None and (not names or not set(names).isdisjoint(module.split("."))):
+                return True
+        for local, full in self.outline.imports.names.items():
+            package, _, rest = full.partition(".")
+            names = FRAMEWORKS.get(package, ())
+            if names and not set(names).isdisjoint(rest.split(".")):  # `from accelerate import Accelerator`
+                return True
+            used = rf"\b{local}\.(?:\w+\.)*(?:{'|'.join(names)})\b"  # `import deepspeed`, `deepspeed.initialize(...)`
+            if names and re.search(used, self.script.text):
+                return True
+        return False
 
     @property
     def limits_met(self) -> list[str]:
         """Messages about the limits that were reached so far."""
-        traces = self.__dict__.get("own_traces", [])  # only if a rule has used them
+        regions = self.__dict__.get("regions", [])  # only if a rule has used them
+        lines = [
+            f"{region.place}: more than {MOST_PATHS} paths through this step; a sample of them was checked, which "
+            "takes each side of each `if`"
+            for region in regions
+            if region.is_sampled
+        ]
+        traces = self.__dict__.get("own_traces", [])
         cut = [one for one in traces if one.ended_at is not None]
-        lines = []
         for one in cut[:MOST_LIMITS_NAMED]:
             end = one.ended_at.context.frame.outline.script.place(one.ended_at.node)
             function = one.frame.function
             start = f"{function.place}: too much code to follow from "
             start += f"`{function.name}`" if function.name else "the top of the file"
             lines.append(f"{start}; code after {end} was not checked together with it")
-        more = len(cut) - len(lines)
+        more = len(cut) - MOST_LIMITS_NAMED
         if more > 0:
             lines.append(f"{self.path}: too much code to follow from {more} more function{'s' if more > 1 else ''}")
         return lines
@@ -462,6 +459,8 @@ class SourceFile:
 
 def _callers_of(called: list[FunctionOutline], functions: list[FunctionOutline]) -> list[FunctionOutline]:
     """Return the direct and indirect callers of functions, by name: only a caller sees all steps of an iteration."""
+    if not called:
+        return []
     by_name: dict[str, list[int]] = {}
     for number, function in enumerate(functions):
         for name in names_called(function):

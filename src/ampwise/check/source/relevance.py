@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from ampwise.check.source.outline import FunctionOutline
 
 Words = tuple[str, ...]
-CALL = LazyPattern(r"(?<!def )\b(\w+)\(")  # not where it is defined
+CALL = LazyPattern(r"(?<!def )\b(\w++)\(")  # not where it is defined
 
 # A file without these has no training step and no autocast region.
 TRAINS: Words = (
-    *(".backward(", "autocast", "GradScaler", "unscale_", ".half(", "float16"),
+    *(".backward(", "autocast", "GradScaler", "unscale_(", ".half(", "float16"),
     *("caler.step(", "caler.scale(", "caler.update("),
 )
 # What makes, changes or applies gradients: worth following into another file.
 STEPS: Words = (
-    *(".backward(", "autocast(", "GradScaler", "unscale_", "clip_grad", "clamp_(", ".grad.", "_foreach_"),
+    *(".backward(", "autocast(", "GradScaler", "unscale_", "clip_grad", ".grad.", ".grad,", "grads.", "_foreach_"),
     *("caler.scale(", "caler.update(", ".step(", ".zero_grad("),
 )
 STEPS_OR_SAVES: Words = (*STEPS, "torch.save(")
@@ -31,14 +31,18 @@ STEPS_OR_SAVES: Words = (*STEPS, "torch.save(")
 TAKES_PART: Words = (
     *STEPS,
     *("caler", ".half(", ".grad", "torch.save", "save_checkpoint", "no_grad", "inference_mode", ".eval()"),
+    *("FSDP", "DDP(", "DataParallel"),
 )
 # Computations that autocast makes fragile.
 COMPUTES: Words = (
-    *("BCE", "binary_cross_entropy", "masked_fill", "where(", "exp(", "log(", "eps", "1e-", "sqrt", "softmax"),
+    *("BCE", "bce", "binary_cross_entropy", "masked_fill", "where(", "exp(", "log(", "eps", "1e-", "sqrt", "softmax"),
     *("sigmoid", "autocast", "riterion", "loss", "Loss"),
 )
-# What an imported file may have: a part of the step, a loss or a model that a training script imports, a save.
-WORTH_READING: Words = (*STEPS_OR_SAVES, "Loss(", "_loss(", "loss_fn(", "nn.Module)", "(Module)", "cross_entropy(")
+# What an imported file may have: a part of the step, a scheduler, a loss or a model of a training script, a save.
+WORTH_READING: Words = (
+    *(*STEPS_OR_SAVES, "def step(self", "Loss(", "_loss(", "loss_fn("),
+    *("nn.Module)", "(Module)", "cross_entropy("),
+)
 IN_HALF: Words = ("autocast", "caler", "float16", ".half(")
 
 
@@ -99,8 +103,9 @@ def names_called(function: FunctionOutline) -> set[str]:
             calls = []
             line, reached = 1, 0
             for match in CALL.finditer(text):
-                line += text.count("\n", reached, match.start())
-                reached = match.start()
+                start = match.start()
+                line += text.count("\n", reached, start)
+                reached = start
                 calls.append((line, match[1]))
             calls.sort()
             function.outline.calls_by_line = calls  # with their lines, in order

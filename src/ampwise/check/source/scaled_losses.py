@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -10,8 +11,10 @@ from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.frame import Frame, PossibleValue
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import dotted_text
+from ampwise.check.source.outline import FunctionOutline
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.scalers import scalers_in
+from ampwise.check.source.tree_walk import walk
 
 MOST = 60  # expressions followed back from a backward
 SCALES = LazyPattern(r"scal(e|ed|er|ing)", re.IGNORECASE)
@@ -29,6 +32,7 @@ def may_be_scaled(backward: SourceEvent) -> bool:
     weights = [word.value for word in backward.node.keywords if word.arg == "gradient"]
     pending = [PossibleValue(part, backward.frame) for part in [backward.value, *backward.node.args, *weights]]
     seen: set[ast.expr] = set()
+    names: set[tuple[str, Frame]] = set()  # followed so far
     while pending:
         node, frame = pending.pop()
         if node is None or len(seen) > MOST:
@@ -36,14 +40,25 @@ def may_be_scaled(backward: SourceEvent) -> bool:
         if node in seen:
             continue
         seen.add(node)
-        if SCALES.search(ast.unparse(node)):
+        if any(SCALES.search(name) for name in _names_in(node)):
             return True
-        for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
+        for call in (part for part in walk(node) if isinstance(part, ast.Call)):
             target = frame.callee(call)
             if target is not None and SCALES_A_LOSS.search(target[0].text):
                 return True
-        pending += _sources(node, frame)
+        pending += _sources(node, frame, names)
     return False
+
+
+def _names_in(node: ast.expr) -> Iterator[str]:
+    """Yield the names in an expression, and the keys it looks up; not other strings, such as a table of options."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield part.id
+        elif isinstance(part, ast.Attribute):
+            yield part.attr
+        elif isinstance(part, ast.Subscript) and isinstance(part.slice, ast.Constant):
+            yield str(part.slice.value)
 
 
 def is_certainly_scaled(step: SourceEvent) -> bool:
@@ -54,19 +69,21 @@ def is_certainly_scaled(step: SourceEvent) -> bool:
     return bool(made) and all(argument_of(call, "enabled") is None for call in made)
 
 
-def _sources(node: ast.expr, frame: Frame) -> Iterator[PossibleValue]:
+def _sources(node: ast.expr, frame: Frame, names: set[tuple[str, Frame]]) -> Iterator[PossibleValue]:
     """Yield the values that the names in an expression were computed from, except names that are called."""
     called = set()
-    for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
+    for call in (part for part in walk(node) if isinstance(part, ast.Call)):
         func = call.func
         while isinstance(func, ast.Subscript):  # in losses["mse"](x), losses is called, so it is not a loss
             func = func.value
         called.add(func)
-    for part in ast.walk(node):
+    for part in walk(node):
         if part in called:
             continue
         if isinstance(part, ast.Name):
-            yield from _sources_of_name(part, frame)
+            if (part.id, frame) not in names:
+                names.add((part.id, frame))
+                yield from _sources_of_name(part, frame)
         elif isinstance(part, ast.Attribute) and frame.class_of(part.value) is not None:
             known = (value for value in frame.values(part) if value.node is not None or LOSS.search(part.attr))
             yield from (value for value in known if value.node is not part)
@@ -88,8 +105,16 @@ def _sources_of_name(name: ast.Name, frame: Frame) -> Iterator[PossibleValue]:
             yield PossibleValue(binding.node.value, home)
         elif isinstance(binding.node, ast.For | ast.AsyncFor):
             yield PossibleValue(binding.node.iter, home)
-    # What is added to a list or a sum: losses.append(scaler.scale(loss))
-    for node in (node for node in ast.walk(function.node) if isinstance(node, ast.Call)):
-        func = node.func
-        if isinstance(func, ast.Attribute) and func.attr in GATHERS and dotted_text(func.value) == name.id:
-            yield from (PossibleValue(argument, home) for argument in node.args)
+    for argument in _gathered(function).get(name.id, ()):
+        yield PossibleValue(argument, home)
+
+
+@functools.lru_cache(maxsize=64)  # used for every name of an expression
+def _gathered(function: FunctionOutline) -> dict[str, list[ast.expr]]:
+    """Return what a function adds to each list or sum: ``losses.append(scaler.scale(loss))``."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in walk(function.node):
+        func = node.func if isinstance(node, ast.Call) else None
+        if isinstance(node, ast.Call) and isinstance(func, ast.Attribute) and func.attr in GATHERS:
+            found.setdefault(dotted_text(func.value) or "", []).extend(node.args)
+    return found

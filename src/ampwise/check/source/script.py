@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ampwise.check.source.tree_walk import LEAVES, children, walk
 from ampwise.errors import AmpwiseError
 from ampwise.finding import Edit, Place
 
@@ -96,7 +97,12 @@ class SourceScript:
     @functools.cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
         """Parent of each node of the tree."""
-        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        return {child: node for node in self.nodes if node.__class__ not in LEAVES for child in children(node)}
+
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return walk(self.tree)
 
     def place(self, node: ast.AST) -> Place:
         """Return the place of ``node``, with lines and columns counted from 1."""
@@ -114,7 +120,7 @@ class SourceScript:
 
         Some nodes, such as arguments and the whole tree, have no position; their span is that of all nodes in them.
         """
-        parts: list[Any] = [node] if hasattr(node, "lineno") else [p for p in ast.walk(node) if hasattr(p, "lineno")]
+        parts: list[Any] = [node] if hasattr(node, "lineno") else [p for p in walk(node) if hasattr(p, "lineno")]
         if not parts:
             return (1, 1), (1, 1)
         start = min([self._position(part.lineno, part.col_offset) for part in parts])
@@ -209,6 +215,14 @@ class SourceScript:
             return self.edit(*end, *end, "; " + "; ".join(code.splitlines()))
         stop = (end[0], len(line) + 1)
         return self.edit(*stop, *stop, margin + margin.join(code.splitlines()))
+
+    def indentation_in(self, block: ast.If) -> str:
+        """Return by how much the statements in ``block`` are indented."""
+        lines = [self.lines[statement.lineno - 1] for statement in (block, block.body[0])]
+        outer, inner = [line[: len(line) - len(line.lstrip(" \t\f"))] for line in lines]
+        if len(inner) > len(outer) and inner.startswith(outer):
+            return inner[len(outer) :]
+        return "\t" if "\t" in outer else "    "  # all on one line
 
     def _whole_statement(self, node: ast.AST) -> ast.stmt:
         """Return the statement of ``node``; for an ``elif``, its ``if``, since nothing can be inserted between."""

@@ -6,6 +6,8 @@ A fix that cannot be proven safe here is offered as an unsafe one.
 from __future__ import annotations
 
 import ast
+import collections
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,10 +19,12 @@ from ampwise.check.source.outline import Binding
 from ampwise.check.source.project import SourceFile
 from ampwise.check.source.script import SourceScript
 from ampwise.check.source.torch_names import GRAD_SCALERS
+from ampwise.check.source.tree_walk import walk
 
 BLOCKS = ("body", "orelse", "finalbody")
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 LOOPS = ast.For | ast.AsyncFor | ast.While
+OPPOSITES = {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 
 
 @dataclass
@@ -40,7 +44,7 @@ class StatementRange:
 
     def is_in_first(self, event: SourceEvent) -> bool:
         """Whether the first statement also contains ``event``."""
-        return event.node in ast.walk(self.first)  # nodes are equal only to themselves
+        return event.node in walk(self.first)  # nodes are equal only to themselves
 
     @property
     def may_be_left(self) -> bool:
@@ -59,7 +63,7 @@ class StatementRange:
 
     def rebinds(self, *names: str) -> bool:
         """Whether one of these dotted names is assigned in these statements."""
-        for node in [node for statement in self.statements for node in ast.walk(statement)]:
+        for node in [node for statement in self.statements for node in walk(statement)]:
             if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load):
                 stored = dotted_text(node)
                 if stored and any(name == stored or name.startswith(f"{stored}.") for name in names):
@@ -85,6 +89,71 @@ def statement_range(event: SourceEvent, end: SourceEvent) -> StatementRange | No
     return None
 
 
+def block_after(event: SourceEvent, script: SourceScript) -> list[ast.stmt]:
+    """Return the statements after the one of ``event`` in its block."""
+    block, index = next(_blocks_around(script, event.node), ([], 0))
+    return block[index + 1 :]
+
+
+def range_to_guard(event: SourceEvent, end: SourceEvent) -> tuple[StatementRange, ast.If, str] | None:
+    """Return the statements from ``event`` to ``end`` if ``end`` alone is in an ``if``, this ``if``, and its condition.
+
+    So it is in ``clip(...)``, then ``if use_amp: scaler.step(optimizer)``; in an ``else``, the condition is negated.
+    None if there is not exactly one ``if`` between them, or its test may have another value by then.
+    """
+    script = end.frame.outline.script
+    own = statement_range(end, end)
+    guard = script.parents.get(own.first) if own is not None else None
+    if own is None or not isinstance(guard, ast.If) or event.frame is not end.frame:
+        return None
+    parts = list(walk(guard.test))
+    if any(isinstance(part, ast.Call | ast.NamedExpr | ast.Await | ast.Yield) for part in parts):
+        return None
+    body, condition = guard.body, script.segment(guard.test)
+    if own.first not in body:
+        body, condition = guard.orelse, ast.unparse(_negated(guard.test))
+    for block, first in _blocks_around(script, event.node):
+        if guard in block and first < block.index(guard):
+            found = StatementRange([*block[first : block.index(guard)], *body[: body.index(own.first) + 1]])
+            tested = [text for part in parts if (text := dotted_text(part))]
+            return None if found.rebinds(*tested) else (found, guard, condition)
+    return None
+
+
+def _negated(test: ast.expr) -> ast.expr:
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return test.operand
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and type(test.ops[0]) in OPPOSITES:
+        return ast.Compare(test.left, [OPPOSITES[type(test.ops[0])]()], test.comparators)
+    return ast.UnaryOp(ast.Not(), test)
+
+
+def range_beside(earlier: SourceEvent, event: SourceEvent, end: SourceEvent) -> StatementRange | None:
+    """Return the statements from ``event`` on in the block of ``earlier``, if ``earlier`` and ``end`` run together.
+
+    So it is with a backward and a clip in ``if use_amp:``, and the step in a second ``if use_amp:``. The first
+    statement is the one that contains ``event``; then come those up to ``end``.
+    """
+    script = end.frame.outline.script
+    is_one = earlier.frame is event.frame is end.frame and earlier.context.loops == end.context.loops
+    if not is_one or set(earlier.context.guards) != set(end.context.guards):
+        return None
+    block, place = next(_blocks_around(script, earlier.node), ([], 0))
+    around = [index for other, index in _blocks_around(script, event.node) if other is block]
+    is_whole = bool(block) and getattr(block[place], "value", None) is earlier.node  # not `a and loss.backward()`
+    if not is_whole or not around or around[0] <= place or statement_range(end, end) is None:
+        return None
+    ends = list(_blocks_around(script, end.node))
+    for outer, first in _blocks_around(script, block[0]):
+        last = next((index for other, index in ends if other is outer), first)
+        if last > first:
+            found = StatementRange([*block[around[0] :], *outer[first + 1 : last + 1]])
+            tests = [guard.test for guard in end.context.guards if guard.test is not None]
+            tested = [text for test in tests for part in walk(test) if (text := dotted_text(part))]
+            return None if found.rebinds(*tested) else found
+    return None
+
+
 def runs_before(script: SourceScript, statement: ast.AST, node: ast.AST) -> bool:
     """Whether ``statement`` always runs before ``node`` in the same pass."""
     return any(statement in block[:index] for block, index in _blocks_around(script, node))
@@ -97,7 +166,7 @@ def is_certainly_grad_scaler(step: SourceEvent, code: SourceFile) -> bool:
     root = (dotted_text(step.receiver) or "").partition(".")[0]
     if root in function.params and function.self_name is None:
         # The scaler is an argument; code we cannot see may call the function if its name is used other than in a call.
-        nodes = list(ast.walk(function.outline.script.tree))
+        nodes = function.outline.script.nodes
         called = {node.func for node in nodes if isinstance(node, ast.Call)}
         named = [node for node in nodes if isinstance(node, ast.Name) and node.id == function.name]
         if any(node not in called for node in named):
@@ -142,9 +211,14 @@ def _is_grad_scaler(node: ast.expr, frame: Frame) -> bool:
     if not isinstance(node, ast.Attribute):
         return bool(values)
     # Code outside of the class may assign the attribute, as in `trainer.scaler = ...`.
-    nodes = [found for found in ast.walk(frame.outline.script.tree) if isinstance(found, ast.Attribute)]
-    stores = [found for found in nodes if found.attr == node.attr and isinstance(found.ctx, ast.Store)]
-    return bool(values) and len(stores) == len(_bindings(node, frame))
+    return bool(values) and _stores(frame.outline.script)[node.attr] == len(_bindings(node, frame))
+
+
+@functools.lru_cache(maxsize=8)  # used for every scaler of a file
+def _stores(script: SourceScript) -> collections.Counter[str]:
+    """Return how often each attribute is assigned in a file."""
+    attributes = [node for node in script.nodes if isinstance(node, ast.Attribute)]
+    return collections.Counter([node.attr for node in attributes if isinstance(node.ctx, ast.Store)])
 
 
 def _bindings(node: ast.expr, frame: Frame) -> list[Binding]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ampwise.check.source.call_events import ANYTHING
 from ampwise.check.source.events import BranchGuard, EventBlock, EventKind, Loop, SourceEvent
-from ampwise.check.source.execution_paths import ExecutionPath, paths_through
+from ampwise.check.source.execution_paths import ExecutionPath, paths_through, sampled_paths
 from ampwise.check.source.precision import AutocastContext
 from ampwise.check.source.walk import CodeTrace, WorkBudget, events_in
 from ampwise.finding import Place
@@ -37,7 +37,7 @@ class Moment:
     unscaled: dict[tuple[str | None, str | None], SourceEvent]  # since the last update
     stepped: dict[str | None, SourceEvent]  # optimizers applied since the last backward
     updated: dict[str | None, SourceEvent]  # scalers updated since the last backward
-    opaque: bool  # a function we cannot follow got a scaler since the last update
+    opaque: bool  # a function we cannot follow got a scaler or an optimizer, and may have changed these gradients
 
     def later(self, *kinds: str) -> Iterator[SourceEvent]:
         """Yield the later events of these kinds on this path."""
@@ -70,7 +70,7 @@ class Region:
         self.block: EventBlock = loop.block if loop else trace.block
         self.events = events_in(self.block)
         self.kinds = {event.kind for event in self.events}
-        self.given_up: list[Region] = []  # collects regions whose paths were needed but are too many
+        self.is_sampled = False  # whether the paths are only a sample
 
     @property
     def place(self) -> Place:
@@ -78,20 +78,15 @@ class Region:
         function = self.trace.frame.function
         return self.loop.frame.outline.script.place(self.loop.node) if self.loop else function.place
 
-    @property
-    def paths(self) -> list[ExecutionPath]:
-        """Paths through the step; empty if there are too many."""
-        if self._paths is None:
-            self.given_up.append(self)
-        return self._paths or []
-
     @functools.cached_property
-    def _paths(self) -> list[ExecutionPath] | None:
+    def paths(self) -> list[ExecutionPath]:
+        """Paths through the step; if there are too many, a sample that takes each side of each ``if``."""
         found = paths_through(self.block)
-        events = sum([len(path.events) for path in found or ()])
-        if events > self.budget.left:
-            return None
-        self.budget.left -= events
+        if found is not None:
+            self.budget.left -= sum([len(path.events) for path in found])
+        if found is None or self.budget.left < 0:
+            self.is_sampled = True
+            found = sampled_paths(self.block)
         return found
 
     @functools.cached_property
@@ -155,6 +150,18 @@ def surely_scaled(moments: list[Moment]) -> list[Moment]:
     return scaled if all(moment.surely_scaled for moment in scaled) else []
 
 
+class VisibleRegion(Region):
+    """The paths of a training step in which no framework, and no function we cannot follow, has a part."""
+
+    def __init__(self, whole: Region) -> None:
+        super().__init__(whole.trace, whole.loop, whole.budget)
+        hidden = {event for event in whole.events if ANYTHING in event.keys}
+        self.paths = [path for path in whole.paths if hidden.isdisjoint(path.events)]
+        on_paths = {event for path in self.paths for event in path.events}
+        self.events = [event for event in whole.events if event in on_paths]
+        self.kinds = {event.kind for event in self.events}
+
+
 def regions_of(trace: CodeTrace, budget: WorkBudget) -> list[Region]:
     """Return the training steps of a trace, in order; ``budget`` limits the events on their paths."""
     whole: dict[Loop, bool] = {}  # loops with both a backward and a step
@@ -191,12 +198,13 @@ def _add_moments(path: ExecutionPath, found: dict[SourceEvent, list[Moment]]) ->
         moment = Moment(event, path, index, scaled, plain, unscaled, stepped, updated, opaque)
         found.setdefault(event, []).append(moment)
         match event.kind:
-            case EventKind.SCALED_BACKWARD:
-                scaled = {**scaled, event.key or "": event}
-                stepped, updated = {}, {}
-            case EventKind.BACKWARD:
-                plain = event
-                stepped, updated = {}, {}
+            case EventKind.SCALED_BACKWARD | EventKind.BACKWARD:
+                if event.kind == EventKind.SCALED_BACKWARD:
+                    scaled = {**scaled, event.key or "": event}
+                else:
+                    plain = event
+                # What a function did before it cannot concern these gradients; it may have updated after an unscale.
+                stepped, updated, opaque = {}, {}, opaque and bool(unscaled)
             case EventKind.UNSCALE:
                 unscaled = {**unscaled, (event.key, event.other): event}
             case EventKind.SCALER_STEP:
@@ -208,6 +216,6 @@ def _add_moments(path: ExecutionPath, found: dict[SourceEvent, list[Moment]]) ->
                 unscaled, opaque = {}, False
                 updated = {**updated, event.key: event}
             case EventKind.ZERO_GRAD:
-                scaled, plain = {}, None
+                scaled, plain, opaque = {}, None, opaque and bool(unscaled)
             case EventKind.OPAQUE:
                 opaque = True

@@ -1,7 +1,7 @@
 """Infer which tensors are in half precision under CUDA autocast.
 
-The lists are those of ``ATen/autocast_mode.h`` of torch 2.13. An operation on the first list takes its inputs
-in FP16, one on the second in FP32, and all others keep the dtype of their inputs. An operation that is on none of the
+The lists are those of ``ATen/autocast_mode.h`` of torch 2.13. An operation on the first list takes its inputs in FP16
+or BF16, one on the second in FP32, and all others keep the dtype of their inputs. An operation that is on none of the
 lists here, or whose code we cannot see, is unknown: ``TensorDtypes.dtype`` returns None, and rules report nothing.
 """
 
@@ -18,13 +18,16 @@ from ampwise.check.source.outline import FunctionOutline
 from ampwise.check.source.precision import argument_of, dtypes_of
 from ampwise.check.source.project import SourceFile
 from ampwise.check.source.reaching_definitions import reaching_values
-from ampwise.check.source.torch_names import FP16, FP32, MODEL_NAME
+from ampwise.check.source.torch_names import BF16, FP16, FP32, MODEL_NAME
 from ampwise.check.source.walk import CodeSite
 
 HALF = FP16
 SINGLE = FP32
 NUMBER = "number"  # a Python number, which takes the dtype of the other operand
-LIKELY_HALF = "model"  # output of a model we cannot see: FP16 if it ends, as most do, in a linear layer
+# Output of a model we cannot see: in half precision if it ends, as most do, in a linear layer.
+LIKELY_HALF, LIKELY_BF16 = "model in float16", "model in bfloat16"
+LIKELY = {FP16: LIKELY_HALF, BF16: LIKELY_BF16}
+HALVES: dict[str | None, str] = {HALF: "FP16", LIKELY_HALF: "FP16", BF16: "BF16", LIKELY_BF16: "BF16"}
 
 
 def _words(text: str) -> frozenset[str]:
@@ -56,7 +59,7 @@ LAYERS_THAT_KEEP = _words(
     "MaxPool1d MaxPool2d AvgPool2d AdaptiveAvgPool1d AdaptiveAvgPool2d"
 )
 SAME_TENSOR = frozenset(("T", "mT", "data", "H"))
-CASTS = {"float": SINGLE, "double": SINGLE, "half": HALF}
+CASTS = {"float": SINGLE, "double": SINGLE, "half": HALF, "bfloat16": BF16}
 NAMESPACES = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.functional")
 DEEPEST = 12
 # Names and the frames they were found in, from the expression that was asked for to the current one.
@@ -98,7 +101,7 @@ class TensorDtypes:
                     self.contexts[(id(node), id(site.context.frame))] = site.context
 
     def dtype(self, node: ast.expr | None, context: EventContext, seen: Seen = ()) -> str | None:
-        """Return HALF, LIKELY_HALF, SINGLE or NUMBER; None if unknown."""
+        """Return HALF, BF16, LIKELY_HALF, LIKELY_BF16, SINGLE or NUMBER; None if unknown."""
         here = (id(node), id(context.frame))
         if node is None or here in seen or len(seen) > DEEPEST:
             return None
@@ -106,12 +109,15 @@ class TensorDtypes:
         if isinstance(node, ast.Constant):
             return NUMBER if isinstance(node.value, int | float) else None
         if isinstance(node, ast.Name):
-            return _common([self._of_value(*value, seen) for value in reaching_values(node, context.frame)])
+            values = reaching_values(node, context.frame)
+            # Of `if amp: with autocast(): out = model(x)` and `else: out = model(x)`, the mode with autocast counts.
+            with_autocast = [value for value in values if not self._is_forward_in_single(*value)]
+            return _common([self._of_value(*value, seen) for value in with_autocast or values])
         if isinstance(node, ast.Attribute):
             return self._of_attribute(node, context, seen)
         if isinstance(node, ast.Subscript):
             found = self.dtype(node.value, context, seen)
-            return None if found == LIKELY_HALF else found  # a model may return a dict of anything
+            return None if found in LIKELY.values() else found  # a model may return a dict of anything
         if isinstance(node, ast.UnaryOp):
             return self.dtype(node.operand, context, seen)
         if isinstance(node, ast.BinOp):
@@ -137,13 +143,17 @@ class TensorDtypes:
             return found if found == NUMBER else None
         return self.dtype(node, context, seen)
 
+    def _is_forward_in_single(self, node: ast.expr | None, frame: Frame) -> bool:
+        """Whether this is a call of a model outside of autocast."""
+        context = self.contexts.get((id(node), id(frame))) if isinstance(node, ast.Call) else None
+        return context is not None and not context.autocasts and isinstance(node, ast.Call) and _is_model(node)
+
     def _of_arithmetic(self, node: ast.BinOp, context: EventContext, seen: Seen) -> str | None:
         if isinstance(node.op, ast.FloorDiv) or _is_number(node, context.frame):
             return NUMBER
         if isinstance(node.op, ast.MatMult | ast.Pow):
-            if not _in_fp16(context):
-                return None
-            return HALF if isinstance(node.op, ast.MatMult) else SINGLE
+            half = half_format(context)
+            return SINGLE if half and isinstance(node.op, ast.Pow) else half
         sides = {self.dtype(node.left, context, seen), self.dtype(node.right, context, seen)}
         if sides == {NUMBER}:
             return NUMBER
@@ -159,15 +169,15 @@ class TensorDtypes:
             made = self.dtype(node.args[0] if node.args else None, context, seen)
             if made is not None:
                 return made
-        elif _in_fp16(context) and (layer in LAYERS_IN_HALF or layer in LAYERS_IN_SINGLE):
-            return HALF if layer in LAYERS_IN_HALF else SINGLE
+        half = half_format(context)
+        if half and (layer in LAYERS_IN_HALF or layer in LAYERS_IN_SINGLE):
+            return half if layer in LAYERS_IN_HALF else SINGLE
         target = frame.callee(node)
         if target is not None:
             return self._returned(node, target[0], frame, seen)
         found = torch_operation(node, frame)
         if found is None:
-            is_model = dotted_text(node.func) is not None and MODEL_NAME.search(last_name(node.func))
-            return LIKELY_HALF if is_model and _in_fp16(context) else None
+            return LIKELY[half] if half and _is_model(node) else None
         name, tensor = found
         if isinstance(node.func, ast.Attribute) and frame.qualified(node.func) is None:
             cast = self._of_cast(node, name, tensor, context, seen)
@@ -188,7 +198,8 @@ class TensorDtypes:
         dtypes = [dtypes_of(argument, context.frame) or frozenset() for argument in given]
         asked = frozenset().union(*dtypes) & {FP16, FP32, "float64", "bfloat16"}
         if asked:
-            return HALF if asked == {FP16} else SINGLE if asked == {FP32} or asked == {"float64"} else None
+            dtype = next(iter(asked)) if len(asked) == 1 else None
+            return SINGLE if dtype == "float64" else dtype
         other = next((part for part in given if isinstance(part, ast.Attribute) and part.attr == "dtype"), None)
         if other is not None:  # x.to(y.dtype)
             return self.dtype(other.value, context, seen)
@@ -201,15 +212,16 @@ class TensorDtypes:
         asked = argument_of(node, "dtype")
         if asked is not None:
             dtypes = dtypes_of(asked, context.frame)
-            return next(iter(dtypes)) if dtypes and len(dtypes) == 1 and dtypes <= {FP16, FP32} else None
+            return next(iter(dtypes)) if dtypes and len(dtypes) == 1 and dtypes <= {FP16, BF16, FP32} else None
         if name in KEEPS:
             return self.dtype(tensor, context, seen)
         if name in MADE_SINGLE and context.frame.qualified(node.func) is not None:
             return SINGLE
-        if not _in_fp16(context):
+        half = half_format(context)
+        if half is None:
             return None
         if name in TAKES_HALF:
-            return HALF
+            return half
         if name in TAKES_SINGLE:
             return SINGLE
         if name == "where" and len(node.args) == 3:
@@ -237,15 +249,24 @@ def layer_called(node: ast.Call, frame: Frame) -> str | None:
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _in_fp16(context: EventContext) -> bool:
-    return context.autocast is not None and context.autocast.surely_fp16
+def half_format(context: EventContext) -> str | None:
+    """Return what autocast computes in here: FP16 if it is one of its modes, else BF16; None if unknown or on CPU."""
+    autocast = context.autocast
+    if autocast is None or not autocast.may_be_on or autocast.device == "cpu":
+        return None
+    return next((dtype for dtype in (FP16, BF16) if dtype in (autocast.dtypes or ())), None)
+
+
+def _is_model(call: ast.Call) -> bool:
+    return dotted_text(call.func) is not None and MODEL_NAME.search(last_name(call.func)) is not None
 
 
 def _common(dtypes: list[str | None]) -> str | None:
     """Return the dtype that all have, else None; HALF and LIKELY_HALF give LIKELY_HALF."""
     different = set(dtypes)
-    if different == {HALF, LIKELY_HALF}:
-        return LIKELY_HALF
+    for sure, likely in LIKELY.items():
+        if different == {sure, likely}:
+            return likely
     return dtypes[0] if len(different) == 1 else None
 
 

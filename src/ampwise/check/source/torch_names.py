@@ -6,6 +6,7 @@ requires that the object is also used as one.
 
 from __future__ import annotations
 
+import functools
 import re
 
 from ampwise.check.source.lazy_pattern import LazyPattern
@@ -45,6 +46,12 @@ DTYPES = {
     "torch.float64": "float64",
     "torch.double": "float64",
 }
+# How options and configurations spell them.
+SPELLINGS = {
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16", "bf16-mixed"), BF16),
+    **dict.fromkeys(("fp16", "float16", "torch.float16", "half", "16-mixed", "fp16-mixed"), FP16),
+    **dict.fromkeys(("fp32", "float32", "torch.float32", "float", "32"), FP32),
+}
 CLIPS = frozenset(("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value", "clip_grads_with_norm_"))
 
 # A file without one of these words has nothing that is certainly FP16.
@@ -53,11 +60,20 @@ SAYS_FP16 = (
     *('device_type="cuda', "device_type='cuda"),
 )
 
-# Packages that do the training step themselves: they scale, unscale and skip.
-FRAMEWORKS = (
-    *("accelerate", "pytorch_lightning", "lightning", "lightning_fabric", "deepspeed", "apex", "mmcv", "mmengine"),
-    *("fastai", "ignite", "composer", "colossalai", "keras", "megatron", "catalyst"),
-)
+# Packages that do the training step themselves: they scale, unscale and skip. With each, the names whose use means
+# that: an import of `set_seed` or of a fused optimizer does not. Without names, every use does.
+_LIGHTNING = ("LightningModule", "LightningDataModule", "Trainer", "Fabric", "LightningLite", "LightningCLI")
+FRAMEWORKS: dict[str, tuple[str, ...]] = {
+    "accelerate": ("Accelerator",),
+    **dict.fromkeys(("pytorch_lightning", "lightning", "lightning_fabric"), _LIGHTNING),
+    "deepspeed": ("initialize", "DeepSpeedEngine", "runtime"),
+    "apex": ("amp", "fp16_utils", "FP16_Optimizer"),
+    "mmcv": ("runner", "Runner", "EpochBasedRunner", "IterBasedRunner", "OptimizerHook"),
+    "mmengine": ("runner", "Runner", "FlexibleRunner", "optim", "OptimWrapper", "AmpOptimWrapper"),
+    "ignite": ("create_supervised_trainer",),
+    "keras": ("Model", "Sequential", "models", "layers"),
+    **dict.fromkeys(("fastai", "composer", "colossalai", "megatron", "catalyst"), ()),
+}
 
 OPTIMIZER_CLASS = LazyPattern(
     r"(^|\.)(optim|optimizers?|bitsandbytes|bnb)\.|(Adam\w*|SGD\w*|RMSprop|Adagrad|Adadelta|LAMB|Lamb|LARS|Lars|Lion|"
@@ -71,7 +87,9 @@ OPTIMIZER_MAKER = LazyPattern(r"(^|_)(optim(izer)?s?|optim_factory)($|_)")
 SCHEDULER_MAKER = LazyPattern(r"sched(uler)?s?($|_)|lr_sched")
 
 SCALER_NAME = LazyPattern(r"scaler(s|_\w+|\d+)?$|(^|_)(amp|fp16|grad|loss)_?scaler|loss_scaling$", re.IGNORECASE)
-SCHEDULER_NAME = LazyPattern(r"sched|schdr|lr_?sch|lr_decay|lr_policy|warm_?up|(^|_)lrs$|annealer", re.IGNORECASE)
+SCHEDULER_NAME = LazyPattern(
+    r"sched|shedul|schdr|lr_?sch|(^|_)sch(_|\d|$)|lr_decay|lr_policy|warm_?up|(^|_)lrs$|annealer", re.IGNORECASE
+)
 OPTIMIZER_NAME = LazyPattern(r"optim|(^|_)opti?s?(_|\d|$)|^opt[A-Z]\w?$|^(sgd|adamw?)$|(^|_)solver$", re.IGNORECASE)
 MODEL_NAME = LazyPattern(
     r"(^|_)(model|net|network|unet|vae|gpt|bert|vit|resnet|backbone|encoder|decoder|generator|discriminator|critic|"
@@ -81,6 +99,7 @@ MODEL_NAME = LazyPattern(
 NOT_A_GRAD_SCALER = LazyPattern(r"(Standard|MinMax|Robust|MaxAbs|Label|Feature|Data|Input|Target)Scaler$|sklearn")
 
 
+@functools.lru_cache(maxsize=4096)
 def role_of_constructor(qualified: str) -> str | None:
     """Return what ``qualified(...)`` makes: a scaler, an optimizer, a scheduler, or None for anything else."""
     last = qualified.rpartition(".")[2]
@@ -93,6 +112,7 @@ def role_of_constructor(qualified: str) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=4096)
 def role_of_name(name: str) -> str | None:
     """Return the role of an object by the last part of its name alone.
 

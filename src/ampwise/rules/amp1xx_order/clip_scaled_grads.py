@@ -3,8 +3,15 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import dotted_text
-from ampwise.check.source.statement_order import is_certainly_grad_scaler, may_be_retried, statement_range
+from ampwise.check.source.statement_order import (
+    is_certainly_grad_scaler,
+    may_be_retried,
+    range_beside,
+    range_to_guard,
+    statement_range,
+)
 from ampwise.check.source.steps import STEPS, surely_scaled
 from ampwise.finding import Edit, Findings, Rule, Severity
 
@@ -35,18 +42,41 @@ RULE = Rule(
 )
 NEEDS = (("caler",), (".backward(",), ("clip", "clamp_", "_foreach_", "norm"))
 
+UNSCALES_MANUALLY = LazyPattern(r"get_scale\(|\._scale\b|inv_scale")
+
 
 def check_source(code: SourceFile) -> Findings:
     for region in code.regions:
+        first: dict[SourceEvent, SourceEvent] = {}  # the first clip of each step: one `unscale_` serves them all
         for clip, moments in region.visits("clip"):
             scaled = surely_scaled(moments)
             if not scaled:
                 continue
-            edits, doubt = _unscale_first(clip, scaled, region, code)
-            fix = f"{RULE.fix} Not a safe fix: {doubt}." if doubt else None
+            edits: tuple[Edit, ...] = ()
+            doubt = None
+            steps = {step for moment in scaled for step in moment.later("scaler step")}
             late = next((unscale for moment in scaled for unscale in moment.later("unscale")), None)
             if late is not None:
                 fix = f"Move the `unscale_` of {late.spot(clip)} to before the clip; a second one would raise an error."
+            elif any(any(moment.later("scaled backward", "backward")) for moment in scaled):
+                fix = "Clip once per step: after the last backward, call `scaler.unscale_(optimizer)` and then clip."
+            elif len(steps) > 1:
+                calls = [f"`{text}`" for step in steps if (text := _unscale_call(step))]
+                together = " and ".join(sorted(set(calls)))
+                fix = f"Call {together}, once per step, before the first clip." if calls else RULE.fix
+            elif not steps:
+                fix = RULE.fix
+            elif (step := steps.pop()) in first:
+                line = first[step].spot(clip)
+                fix = f"One `unscale_` before the clip in {line} serves this one, too: not a second one."
+            elif any(guard.boundary and guard not in clip.context.guards for guard in step.context.guards):
+                fix = f"Move the clip to the step in {step.spot(clip)}, after `unscale_`: it runs in every micro-batch."
+            else:
+                first[step] = clip
+                edits, doubt = _unscale_first(clip, scaled, step, region, code)
+                fix = f"{RULE.fix} Not a safe fix: {doubt}." if doubt else RULE.fix
+                if not edits and any(guard not in clip.context.guards for guard in step.context.guards):
+                    fix = f"{RULE.fix} Only where the step in {step.spot(clip)} runs, too: under the same condition."
             yield RULE.at(
                 clip.place,
                 f"these gradients are still multiplied by the loss scale from {scaled[0].backward.spot(clip)}",
@@ -57,37 +87,67 @@ def check_source(code: SourceFile) -> Findings:
 
 
 def _unscale_first(
-    clip: SourceEvent, moments: list[Moment], region: Region, code: SourceFile
+    clip: SourceEvent, moments: list[Moment], step: SourceEvent, region: Region, code: SourceFile
 ) -> tuple[tuple[Edit, ...], str | None]:
     """Return the edit that adds ``scaler.unscale_(optimizer)`` before the clip, and why it may be unsafe.
 
-    It goes into the block of the step, so it runs exactly when ``scaler.step(optimizer)`` does, whatever ``if`` or loop
-    the clip is in. No edit is offered if the gradients are also unscaled elsewhere, or accumulate after the clip.
+    It must run exactly when ``scaler.step(optimizer)`` does: it goes into the block of the step, whatever ``if`` or
+    loop the clip is in, or under a copy of the ``if`` that the step is under. No edit is offered if another optimizer's
+    step takes part.
     """
-    steps = {step for moment in moments for step in moment.later("scaler step")}
-    added = any(any(moment.later("scaled backward", "backward")) for moment in moments)
-    if len(steps) != 1 or added or region.has("unscale") or len(region.events_of(*STEPS)) != 1:
+    script, unscale = clip.frame.outline.script, _unscale_call(step)
+    steps = [{*moment.earlier(*STEPS), *moment.later(*STEPS)} for moment in moments]  # on each path
+    if unscale is None or any(found - {step} for found in steps):
         return (), None
-    (step,) = steps
     between = statement_range(clip, step)
-    if between is None or not all(_is_before(between, moment.backward, step) for moment in moments):
+    if between is None and all(found == {step} for found in steps):
+        backward = moments[0].backward
+        if all(step in moment.later("scaler step") for moment in region.moments[backward]):
+            between = range_beside(backward, clip, step)
+    if between is None:
+        guarded = range_to_guard(clip, step)
+        if guarded is None or any(found != {step} for found in steps):
+            return (), None
+        between, guard, condition = guarded
+        unscale = f"if {condition}:\n{script.indentation_in(guard)}{unscale}"
+    edit = script.insert_before(between.first, unscale)
+    if not all(_is_before(between, moment.backward, step) for moment in moments) or between.rebinds(*_names(step)):
         return (), None
-    assert isinstance(step.node, ast.Call)
-    scaler = dotted_text(step.receiver)
-    optimizer = dotted_text(step.node.args[0]) if step.node.args else None
-    if scaler is None or optimizer is None or between.rebinds(scaler, optimizer):
-        return (), None
-    edit = clip.frame.outline.script.insert_before(between.first, f"{scaler}.unscale_({optimizer})")
-    doubt = None
-    if between.may_be_left:
-        doubt = "the step may be skipped after the clip, and the next `unscale_` would then raise an error"
-    elif may_be_retried(step):
-        doubt = "an exception may be caught before the step, and the next `unscale_` would then raise an error"
-    elif region.has("opaque"):
-        doubt = "a function whose source is not available takes part in the step"
-    elif not is_certainly_grad_scaler(step, code):
+    if unscale.count("\n") > 1 or ("\n" in unscale and "\n" not in edit.content):
+        return (), None  # the layout does not allow an `if` here
+    doubt = _doubt(between, moments, step, region)
+    if doubt is None and not is_certainly_grad_scaler(step, code):
         doubt = "it is unclear whether the scaler is always a GradScaler"
     return (edit,), doubt
+
+
+def _doubt(between: StatementRange, moments: list[Moment], step: SourceEvent, region: Region) -> str | None:
+    """Return why an ``unscale_`` before these statements, which lead to the step, may not be followed by an update."""
+    script = step.frame.outline.script
+    if between.may_be_left:
+        return "the step may be skipped after the clip, and the next `unscale_` would then raise an error"
+    if may_be_retried(step):
+        return "an exception may be caught before the step, and the next `unscale_` would then raise an error"
+    if not all(any(update.key == step.key for update in moment.later("update")) for moment in moments):
+        return "no `update()` follows here, and the next `unscale_` would then raise an error"
+    if region.has("unscale"):
+        return "`unscale_` is also called elsewhere in this step"
+    if region.has("opaque"):
+        return "a function whose source is not available takes part in the step"
+    if any(UNSCALES_MANUALLY.search(script.segment(statement)) for statement in between.statements):
+        return "the gradients may be unscaled by hand"
+    return None
+
+
+def _names(step: SourceEvent) -> list[str]:
+    """Return the names of the scaler and the optimizer in ``scaler.step(optimizer)``, as far as they have one."""
+    assert isinstance(step.node, ast.Call)
+    return [name for node in (step.receiver, *step.node.args[:1]) if (name := dotted_text(node))]
+
+
+def _unscale_call(step: SourceEvent) -> str | None:
+    names = _names(step)
+    return f"{names[0]}.unscale_({names[1]})" if len(names) == 2 else None
 
 
 def _is_before(between: StatementRange, backward: SourceEvent, step: SourceEvent) -> bool:

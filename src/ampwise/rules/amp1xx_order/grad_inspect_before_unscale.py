@@ -6,13 +6,16 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.call_events import MEASURE_NAME, RECORDS
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import method_called
+from ampwise.check.source.questions import guard_source
 from ampwise.check.source.steps import surely_scaled
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import FunctionOutline, SourceEvent, SourceFile
+    from ampwise.check.source.types import FunctionOutline, Moment, SourceEvent, SourceFile
     from ampwise.watch.run_events import GradNormRead
 
 RULE = Rule(
@@ -35,13 +38,15 @@ RULE = Rule(
         "norm = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5\nscaler.step(optimizer)\nscaler.update()"
     ),
 )
-NEEDS = (("caler",), (".backward(",), (".grad",))
+NEEDS = (("caler",), (".backward(",), (".grad", "grad_", "_grad"))
 
 # Methods that turn a gradient into a number; a view or a copy may go anywhere.
 MEASURES = frozenset(["norm", "mean", "std", "var", "max", "min", "sum", "item", "histogram", "histc", "pow", "square"])
 TORCH_MEASURES = frozenset(["norm", "vector_norm", "get_total_norm"])
 # The result does not depend on the scale.
 SCALE_INVARIANT = LazyPattern(r"isfinite|isnan|isinf|is_nan|nonzero|count_nonzero|sign|cosine|allclose")
+ASKS_TO_CLIP = LazyPattern(r"clip|norm|max_grad", re.IGNORECASE)
+ASKS_FOR_AMP = LazyPattern(r"amp|scaler|fp16|half|mixed|precision|dtype|enabled", re.IGNORECASE)
 SCALE = LazyPattern(r"scale(?!r)|scaling", re.IGNORECASE)
 
 
@@ -49,14 +54,15 @@ def check_source(code: SourceFile) -> Findings:
     for region in code.regions:
         reported: set[FunctionOutline] = set()
         for read, moments in region.visits("grad read"):
-            scaled = surely_scaled(moments)
+            scaled = surely_scaled(moments) or _scaled_unless_clipped(moments)
             function = read.frame.function
             if not scaled or function in reported:
                 continue
             # Does it compute a number from a parameter's gradient? `torch.autograd.grad(...)` is not one.
             name = method_called(read.node) or getattr(getattr(read.node, "func", None), "id", "")
-            differentiates = any(method_called(part) == "grad" for part in ast.walk(read.node))
-            if name not in MEASURES | TORCH_MEASURES or differentiates or _accounts_for_scale(read):
+            differentiates = any(method_called(part) == "grad" for part in walk(read.node))
+            measures = name in MEASURES or name in TORCH_MEASURES or name in RECORDS or MEASURE_NAME.search(name)
+            if not measures or differentiates or _accounts_for_scale(read):
                 continue
             # A norm that is part of a manual clip: the clip is the mistake, and AMP101 reports it.
             clips = [clip for moment in scaled for clip in moment.later("clip") if clip.frame.function is function]
@@ -66,6 +72,18 @@ def check_source(code: SourceFile) -> Findings:
                 yield RULE.at(
                     read.place, f"these gradients are still multiplied by the loss scale from {backward.spot(read)}"
                 )
+
+
+def _scaled_unless_clipped(moments: list[Moment]) -> list[Moment]:
+    """Return the moments with scaled gradients if they are unscaled only in order to clip: ``if clip: unscale_()``."""
+    pending = [moment for moment in moments if moment.scaled and not moment.stepped]
+    for moment in pending:
+        for unscale in moment.unscaled.values():
+            further = [guard for guard in unscale.context.guards if guard not in moment.event.context.guards]
+            asked = " ".join(map(guard_source, further))
+            if not ASKS_TO_CLIP.search(asked) or ASKS_FOR_AMP.search(asked):
+                return []
+    return [moment for moment in pending if not moment.unscaled and not moment.opaque]
 
 
 def _accounts_for_scale(read: SourceEvent) -> bool:
@@ -78,7 +96,7 @@ def _accounts_for_scale(read: SourceEvent) -> bool:
     if function.owner is not None and any("ptim" in ast.unparse(base) for base in function.owner.node.bases):
         return True  # an optimizer's step method: the scaler calls it after unscaling
     scales, gradients, parents = _arithmetic(function.node)
-    if scales or (gradients and not set(ast.walk(read.node)).issuperset(gradients)):
+    if scales or (gradients and not set(walk(read.node)).issuperset(gradients)):
         return True
     around = parents.get(read.node)
     while around is not None:
@@ -98,7 +116,7 @@ def _arithmetic(function: ast.AST) -> tuple[bool, list[ast.expr], dict[ast.AST, 
     scales = False
     gradients: list[ast.expr] = []
     parents: dict[ast.AST, ast.AST] = {}
-    for node in ast.walk(function):
+    for node in walk(function):
         parents.update((child, node) for child in ast.iter_child_nodes(node))
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
             outer = parents.get(node)

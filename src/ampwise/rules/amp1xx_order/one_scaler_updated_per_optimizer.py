@@ -4,6 +4,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.names import dotted_text
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -18,18 +19,14 @@ RULE = Rule(
     why=(
         "`update()` should be called once per iteration, after all optimizers have stepped. Called in between, it "
         "changes the scale while scaled gradients exist, so the next optimizer divides them by a scale they were not "
-        "multiplied by. If each optimizer's backward comes after the other's update, the damage is smaller: each "
-        "network's overflows reduce the other's scale, and clean steps are counted once per optimizer."
+        "multiplied by: its step is 2 times too large after an overflow, and half as large after 2000 clean steps."
     ),
     fix="Call `scaler.update()` once, after the last `scaler.step`, or use one GradScaler per optimizer.",
     bad=(
-        "scaler.scale(loss_d).backward()\nscaler.step(optimizer_d)\nscaler.update()\n"
-        "scaler.scale(loss_g).backward()\nscaler.step(optimizer_g)\nscaler.update()"
+        "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()\n"
+        "scaler.step(optimizer_center)\nscaler.update()"
     ),
-    good=(
-        "scaler.scale(loss_d).backward()\nscaler.step(optimizer_d)\n"
-        "scaler.scale(loss_g).backward()\nscaler.step(optimizer_g)\nscaler.update()"
-    ),
+    good=("scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.step(optimizer_center)\nscaler.update()"),
 )
 NEEDS = (("caler",), (".backward(",), (".update(",))
 
@@ -59,15 +56,10 @@ def _before_another_step(moments: list[Moment], region: Region) -> str | None:
                 continue
             if None in (step.key, step.other, *mine) or not _once_per_iteration(step, region):
                 continue
-            between = {event.kind for event in following[:index]}
-            line = step.spot(update)
-            if "opaque" in between:
-                continue
-            if "scaled backward" not in between:
+            # With a backward of its own after the update, the other optimizer has a whole cycle for itself.
+            if not {"opaque", "scaled backward"}.intersection([event.kind for event in following[:index]]):
+                line = step.spot(update)
                 return f"the gradients applied in {line} were computed with the scale before this update"
-            if step.context.loops != update.context.loops:
-                return f"the optimizer in {line} shares this scaler, so each changes the other's scale"
-            return f"the scaler is updated again after the step in {line}; one update for both is enough"
     return None
 
 
@@ -80,7 +72,7 @@ def _in_a_loop_over_optimizers(update: SourceEvent, region: Region) -> str | Non
     if any(event.kind in ("backward", "scaled backward") for event in inside) or update.frame is not loop.frame:
         return None
     names = _names_in(loop.node.target)
-    if any(isinstance(part, ast.If) and names & _names_in(part.test) for part in ast.walk(loop.node)):
+    if any(isinstance(part, ast.If) and names & _names_in(part.test) for part in walk(loop.node)):
         return None  # it may select one of them
     for step in inside:
         if step.kind == "scaler step" and step.key == update.key and isinstance(step.node, ast.Call):
@@ -93,7 +85,7 @@ def _in_a_loop_over_optimizers(update: SourceEvent, region: Region) -> str | Non
 
 
 def _names_in(node: ast.expr) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return {part.id for part in walk(node) if isinstance(part, ast.Name)}
 
 
 def _once_per_iteration(event: SourceEvent, region: Region) -> bool:

@@ -1,19 +1,22 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from typing import TYPE_CHECKING
 
-from ampwise.check.source.execution_paths import MOST_PATHS
 from ampwise.check.source.frame import PossibleValue
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import dotted_text
+from ampwise.check.source.names import dotted_text, last_name, method_called
+from ampwise.check.source.outline import ClassOutline
 from ampwise.check.source.questions import guard_source
-from ampwise.finding import Findings, Rule, Severity
+from ampwise.check.source.statement_order import block_after
+from ampwise.check.source.torch_names import SCALER
+from ampwise.check.source.tree_walk import walk
+from ampwise.check.source.walk import events_in
+from ampwise.finding import Edit, Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import BranchGuard, ExecutionPath, Loop, SourceEvent, SourceFile
+    from ampwise.check.source.types import BranchGuard, CodeTrace, EventContext, Loop, SourceEvent, SourceFile
     from ampwise.watch.run_events import SchedulerStep
 
 RULE = Rule(
@@ -32,51 +35,132 @@ RULE = Rule(
         "scaler.step(optimizer)\nscale = scaler.get_scale()\nscaler.update()\n"
         "if scaler.get_scale() >= scale:\n    scheduler.step()"
     ),
+    fixable="sometimes",
 )
-NEEDS = (("caler",), (".backward(",), (".step(",))
+NEEDS = (("caler",), ("backward(",), (".step(",))
 
 # A condition with any of these checks whether the step was applied.
 CHECKS_STEP = LazyPattern(
     r"scale|skip|overflow|found_inf|isfinite|isnan|isinf|applied|did_step|stepped|finite|step_count|was_run|fired|success"
 )
 REPORTS_STEP = LazyPattern(r"get_scale|skip|overflow|found_inf|finite|isnan|isinf|applied|stepped|step_count")
-ONCE_PER_EPOCH = LazyPattern(r"==.*\blen\(|\blen\(.*==")  # if i == len(loader) - 1
+# `if scaler is not None` and `if scaler.is_enabled()` are not about the step, `scaler.get_scale()` is.
+SCALER_ITSELF = r"(?i)\w*scaler\b(?!\.)|\w*scaler\.(_enabled|is_enabled)\b"
+OF_GRADIENTS = LazyPattern(r"grad|norm|overflow|found_inf|scale", re.IGNORECASE)
+ONCE_PER_EPOCH = LazyPattern(
+    r"==.*\blen\(|\blen\(.*==|last_(batch|iter|step)|(end|end_of|per|new)_epoch|epoch_end|"
+    r"\b(i|j|it|idx|step|iteration|i_?batch|batch_?(idx|i|id|index)?) == \d"
+)
 LR_FINDER = LazyPattern(r"lr_?find|find_?lr|record_lr|range_test|lr_range", re.IGNORECASE)
+# Schedules of something else than the learning rate.
+NOT_LR = LazyPattern(
+    r"noise|diffus|moment|temp|(^|_)(tau|kl|beta|ema|wd|eps|alpha|gamma|loss|task|mask|aug)_|weight_?decay|curricul|"
+    r"teacher|dropout|entropy|sampl|prun|spars|sigma|ddpm|ddim",
+    re.IGNORECASE,
+)
+# A scheduler that takes its position from the optimizer, which counts only applied steps.
+FOLLOWS_OPTIMIZER = LazyPattern(r"""\[["']step["']\]|\.state\b|_step_count|found_inf|get_scale""")
 
 
 def check_source(code: SourceFile) -> Findings:
-    for region in code.visible_regions:
-        applied = {guard for event in region.events_of("scaler step") for guard in event.context.guards}
-        for step, moments in region.visits("scheduler step"):
-            # Both run once per iteration: on the same path and in the same loops.
-            follows = any(step.context.loops in _loops_of_scaled_steps(moment.path) for moment in moments)
-            # `step(epoch + i / n)` sets a position and `step(loss)` a plateau.
-            has_arguments = isinstance(step.node, ast.Call) and bool(step.node.args or step.node.keywords)
-            finds_lr = any(LR_FINDER.search(frame.function.name) for frame in step.frame.callers())
-            if not follows or has_arguments or finds_lr:
-                continue
-            asked = (guard for guard in region.own_guards(step) if guard not in applied)
-            if not any(
-                guard.boundary is not None or _checks_step(guard_source(guard)) or _checks_result(guard, step)
-                for guard in asked
-            ):
-                yield RULE.at(step.place, "the scheduler advances even when the scaler skips the optimizer's step")
+    for trace in code.traces:
+        moves = [
+            event for event in trace.events() if event.kind == "scheduler step" and _counts_iterations(event, code)
+        ]
+        found: list[tuple[SourceEvent, SourceEvent | None]] = []  # with the scaler's step that may be skipped
+        for move in moves:
+            iteration = _iteration(move)
+            steps = [step for step in trace.events() if step.kind == "scaler step" and _repeats(move, step, trace)]
+            unguarded = [step for step in steps if not _is_guarded(move, step.context)]
+            if unguarded:
+                found.append((move, unguarded[-1]))
+            elif not steps and any(not _is_guarded(move, scaled) for scaled in _scaled_for_others(iteration, trace)):
+                found.append((move, None))
+        for move, step in found:
+            edits = _guarded_by_scale(step, [other for other, its in found if its is step], trace) if step else ()
+            yield RULE.at(
+                move.place,
+                "the scheduler advances even when the scaler skips the optimizer's step",
+                edits=edits,
+                safe=False,
+            )
 
 
-@functools.lru_cache(maxsize=MOST_PATHS)  # called for every step on a path
-def _loops_of_scaled_steps(path: ExecutionPath) -> set[tuple[Loop, ...]]:
-    return {event.context.loops for event in path.events if event.kind == "scaler step"}
+def _counts_iterations(move: SourceEvent, code: SourceFile) -> bool:
+    """Return whether ``scheduler.step()`` is a learning rate's, and counts calls itself."""
+    assert isinstance(move.node, ast.Call)
+    # `step(epoch + i / n)` sets a position and `step(loss)` a plateau.
+    has_arguments = bool(move.node.args or move.node.keywords)
+    finds_lr = any(LR_FINDER.search(frame.function.name) for frame in move.frame.callers())
+    name = last_name(move.receiver)
+    if has_arguments or finds_lr or NOT_LR.search(name):
+        return False
+    target = move.frame.callee(move.node)
+    if target is not None:
+        return not FOLLOWS_OPTIMIZER.search(target[0].text)
+    # Every scheduler of this name in the file.
+    home = code.frame(code.outline.module)
+    made = [value for goal, value in code.assignments if isinstance(value, ast.Call) and last_name(goal) == name]
+    classes = [found for call in made if isinstance(found := home.definition(call.func), ClassOutline)]
+    steps = [method for cls in classes if (method := home.method(cls, "step")) is not None]
+    follow = [step for step in steps if FOLLOWS_OPTIMIZER.search(step.text)]
+    return not follow or len(follow) < len(made)
 
 
-def _checks_step(asked: str) -> bool:
-    # `if scaler is not None` is not about the step, `scaler.get_scale()` is.
-    without_scaler = re.sub(r"\w*scaler\b(?!\.)", "", asked)
-    return bool(ONCE_PER_EPOCH.search(asked) or CHECKS_STEP.search(without_scaler))
+def _iteration(event: SourceEvent) -> tuple[Loop, ...]:
+    """Return the loops around an event, without ``for o in optimizers`` and loops that only move schedulers."""
+    loops = event.context.loops
+    names = {part.id for part in walk(event.node) if isinstance(part, ast.Name)}
+    while loops and isinstance(loops[-1].node, ast.For):
+        bound = {part.id for part in walk(loops[-1].node.target) if isinstance(part, ast.Name)}
+        of_loop = loops[-1].frame is event.frame and not names.isdisjoint(bound)
+        if not of_loop and any(inner.kind != "scheduler step" for inner in events_in(loops[-1].block)):
+            break
+        loops = loops[:-1]
+    return loops
 
 
-def _checks_result(guard: BranchGuard, step: SourceEvent) -> bool:
-    """Return whether it tests a result, ``ok = torch.isfinite(norm)``, or what a call that takes the step returns."""
-    for frame in step.frame.callers():
+def _repeats(move: SourceEvent, step: SourceEvent, trace: CodeTrace) -> bool:
+    """Return whether the scheduler moves in each pass that takes the step, or in each micro-batch before it."""
+    mine, its = _iteration(move), _iteration(step)
+    if mine != its:
+        backwards = [event.context.loops for event in trace.events() if event.kind == "scaled backward"]
+        if mine[: len(its)] != its or mine not in backwards:
+            return False
+    return _may_meet(move.context, step.context)
+
+
+def _may_meet(one: EventContext, other: EventContext) -> bool:
+    decided = {guard.text: guard.holds for guard in one.guards}
+    return all(decided.get(guard.text, guard.holds) == guard.holds for guard in other.guards)
+
+
+def _scaled_for_others(iteration: tuple[Loop, ...], trace: CodeTrace) -> list[EventContext]:
+    """Return where ``scaler.scale(loss)`` is called in an iteration without any step: code we cannot see takes it."""
+    if any(event.kind in ("scaler step", "optimizer step", "opaque") for event in trace.events()):
+        return []
+    sites = [site for site in trace.calls if method_called(site.node) == "scale" and site.context.loops == iteration]
+    scaled = [site for site in sites if site.context.frame.role(site.call.func.value) == SCALER]  # type: ignore[attr-defined]
+    return [site.context for site in scaled if iteration]
+
+
+def _is_guarded(move: SourceEvent, step: EventContext) -> bool:
+    """Return whether a condition of the scheduler's step asks if the scaler's step was applied, or is rarely true."""
+    for guard in move.context.guards:
+        if guard in step.guards:
+            # Both are under it: with a finite norm the scaler does not skip, with a finite loss it may.
+            if OF_GRADIENTS.search(re.sub(SCALER_ITSELF, "", guard_source(guard))) and _asks(guard, move):
+                return True
+        elif guard.boundary is not None or ONCE_PER_EPOCH.search(guard_source(guard)) or _asks(guard, move):
+            return True
+    return False
+
+
+def _asks(guard: BranchGuard, move: SourceEvent) -> bool:
+    """Return whether it tests the step, its result, ``ok = torch.isfinite(norm)``, or what a call with it returns."""
+    if _checks_step(guard_source(guard)):
+        return True
+    for frame in move.frame.callers():
         for value in [PossibleValue(guard.test, frame), *frame.values(guard.test)] if guard.test is not None else ():
             if isinstance(value.node, ast.Call):
                 called = (dotted_text(value.node.func) or "").rpartition(".")[2]
@@ -85,6 +169,47 @@ def _checks_result(guard: BranchGuard, step: SourceEvent) -> bool:
                 if called == "step" or reports or _checks_step(ast.unparse(value.node)):
                     return True
     return False
+
+
+def _checks_step(asked: str) -> bool:
+    return bool(CHECKS_STEP.search(re.sub(SCALER_ITSELF, "", asked)))
+
+
+def _guarded_by_scale(step: SourceEvent, moves: list[SourceEvent], trace: CodeTrace) -> tuple[Edit, ...]:
+    """Return edits that keep the scale from before ``update()`` and step the schedulers only if it has not fallen.
+
+    None unless the step, the update and then the schedulers follow each other in one block.
+    """
+    scaler = dotted_text(step.receiver)
+    updates = [event for event in trace.events() if event.kind == "update" and event.frame is step.frame]
+    if len(updates) != 1 or scaler is None or any(move.frame is not step.frame for move in moves):
+        return ()
+    update = updates[0]
+    script = step.frame.outline.script
+    following = block_after(step, script)
+    position = next((index for index, one in enumerate(following) if getattr(one, "value", None) is update.node), None)
+    if position is None:
+        return ()
+    inside = {part for statement in following[position + 1 :] for part in walk(statement)}
+    statements = [script.statement(move.node) for move in moves]
+    if not all(
+        isinstance(one, ast.Expr) and one.value is move.node for one, move in zip(statements, moves, strict=True)
+    ):
+        return ()
+    starts_line = all(not script.lines[one.lineno - 1][: one.col_offset].strip() for one in statements)
+    if not starts_line or not inside.issuperset(statements):
+        return ()
+    used = set(re.findall(r"\bscale_\w+", script.text))
+    name = next((name for name in ("scale_before", "scale_before_update") if name not in used), None)
+    if name is None:
+        return ()
+    edits = [script.insert_before(update.node, f"{name} = {scaler}.get_scale()")]
+    for one in dict.fromkeys(statements):
+        margin = script.lines[one.lineno - 1][: one.col_offset]
+        unit = "\t" if "\t" in margin else "    "
+        text = script.segment(one).replace("\n", f"\n{unit}")
+        edits.append(script.replace(one, f"if {scaler}.get_scale() >= {name}:\n{margin}{unit}{text}"))
+    return tuple(edits)
 
 
 def check_event(move: SchedulerStep) -> Findings:

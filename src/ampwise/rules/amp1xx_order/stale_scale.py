@@ -10,10 +10,12 @@ from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.names import method_called
 from ampwise.check.source.torch_names import SCALER
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import CodeSite, CodeTrace, Frame, SourceFile
+    from ampwise.finding import Place
 
 RULE = Rule(
     code="AMP112",
@@ -35,7 +37,7 @@ RULE = Rule(
         "    norm = grad_norm(model) / scaler.get_scale()\n    scaler.step(optimizer)\n    scaler.update()"
     ),
 )
-NEEDS = (("caler",), ("get_scale", "._scale"), (".backward(",))
+NEEDS = (("caler",), ("get_scale", "._scale"), ("backward(",))
 
 # What a loss scale multiplies or divides.
 SCALED_THINGS = LazyPattern(r"grad|norm|loss", re.IGNORECASE)
@@ -44,6 +46,8 @@ IN_PLACE = frozenset(("mul_", "div_", "mul", "div", "_foreach_mul_", "_foreach_d
 
 def check_source(code: SourceFile) -> Findings:
     for trace in code.traces:
+        for place in _divided_by_the_next_scale(trace):
+            yield RULE.at(place, "this loss was scaled before update(), and is divided by the scale after it")
         taken = _scales_taken(trace)
         if not taken:
             continue
@@ -67,6 +71,63 @@ def check_source(code: SourceFile) -> Findings:
                     place = site.context.frame.outline.script.place(used)
                     line = spot(first.node, first.context.frame, place)
                     yield RULE.at(place, f"this scale was read in {line}; update() may have changed it since")
+
+
+def _divided_by_the_next_scale(trace: CodeTrace) -> Iterator[Place]:
+    """Yield ``loss / scaler.get_scale()`` after an update, where ``loss = scaler.scale(loss)`` was before it."""
+    scaled: dict[str, CodeSite] = {}  # losses
+    read: dict[str, CodeSite] = {}  # names that hold the scale, where they were last assigned
+    for site in trace.statements:
+        node, frame = site.node, site.context.frame
+        for part in walk(node) if scaled else ():
+            if not isinstance(part, ast.BinOp) or not isinstance(part.op, ast.Div):
+                continue
+            keys = [frame.key(name) for name in walk(part.left) if isinstance(name, ast.Name | ast.Attribute)]
+            loss = next((scaled[key] for key in keys if key in scaled), None)
+            divisor = frame.key(part.right) if isinstance(part.right, ast.Name | ast.Attribute) else None
+            scale = site if _reads_scale(part.right, frame) else read.get(divisor or "")
+            if loss is not None and scale is not None and _is_update_between(loss, scale, trace):
+                yield frame.outline.script.place(part)
+        if not isinstance(node, ast.Assign):
+            continue
+        is_scaled = any(method_called(part) == "scale" and _is_scaler_call(part, frame) for part in walk(node.value))
+        for target in node.targets:
+            key = frame.key(target) if isinstance(target, ast.Name | ast.Attribute) else None
+            if key is not None:
+                scaled.pop(key, None)
+                read.pop(key, None)
+                if is_scaled:
+                    scaled[key] = site
+                elif _reads_scale(node.value.body if isinstance(node.value, ast.IfExp) else node.value, frame):
+                    read[key] = site
+
+
+def _is_scaler_call(call: ast.AST, frame: Frame) -> bool:
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and frame.role(call.func.value) == SCALER
+
+
+def _is_update_between(loss: CodeSite, scale: CodeSite, trace: CodeTrace) -> bool:
+    """Return whether an update, or a function we cannot see that gets the loss, runs between two statements."""
+    home = loss.context.frame
+    if scale.context.frame is not home or scale.context.loops != loss.context.loops:
+        return False
+    between = range(getattr(loss.node, "lineno", 0) + 1, getattr(scale.node, "lineno", 0) + 1)
+    steps = ("update", "scaler step", "optimizer step")
+    found = [event for event in trace.events() if event.kind in steps and home in event.frame.callers()]
+    for event in found:
+        calls = [frame.call for frame in event.frame.callers() if frame.caller is home and frame.call is not None]
+        if event.kind == "update" and (calls[0] if calls else event.node).lineno in between:
+            return True
+    if found:
+        return False
+    assert isinstance(loss.node, ast.Assign)
+    names = {ast.unparse(target) for target in loss.node.targets}
+    for site in trace.calls:  # self._backward(loss), of a base class, takes the step too
+        if site.context.frame is home and site.call.lineno in between and home.callee(site.call) is None:
+            called = getattr(site.call.func, "attr", "")
+            if "backward" in called and names.intersection(map(ast.unparse, site.call.args)):
+                return True
+    return False
 
 
 def _scales_taken(trace: CodeTrace) -> dict[str, CodeSite]:
@@ -101,7 +162,7 @@ def _reads_scale(value: ast.expr, frame: Frame) -> bool:
 def _assignments(trace: CodeTrace, keys: Collection[str]) -> dict[str, list[CodeSite]]:
     found: dict[str, list[CodeSite]] = {key: [] for key in keys}
     for site in trace.statements:
-        for part in ast.walk(site.node):
+        for part in walk(site.node):
             if isinstance(part, ast.Name | ast.Attribute) and isinstance(part.ctx, ast.Store):
                 key = site.context.frame.key(part)
                 if key in found:
@@ -111,9 +172,9 @@ def _assignments(trace: CodeTrace, keys: Collection[str]) -> dict[str, list[Code
 
 def _uses(site: CodeSite, keys: Collection[str]) -> Iterator[tuple[str, ast.expr]]:
     """Yield stored scales that multiply or divide a loss, a gradient or a norm; comparing scales is fine."""
-    for part in ast.walk(site.node):
+    for part in walk(site.node):
         factor, scaled = _factor_and_scaled(part)
-        for name in ast.walk(factor) if factor is not None and SCALED_THINGS.search(scaled) else ():
+        for name in walk(factor) if factor is not None and SCALED_THINGS.search(scaled) else ():
             if isinstance(name, ast.Name | ast.Attribute) and (key := site.context.frame.key(name)) in keys:
                 assert key is not None
                 yield key, name

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.accumulation import accumulation_windows
 from ampwise.check.source.loss_normalisation import LossNormalisation
 from ampwise.check.source.names import dotted_text
-from ampwise.check.source.steps import BACKWARDS, STEPS
+from ampwise.check.source.steps import BACKWARDS
 from ampwise.finding import Edit, Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -35,21 +35,16 @@ RULE = Rule(
     ),
     fixable="sometimes",
 )
-NEEDS = ((".backward(",), ("autocast", "caler", "float16", ".half("))
+NEEDS = ((".backward(",), ("autocast", "caler", "loat16", ".half(", "fp16", "FP16", "bf16", "loss_scal"))
 
 
 def check_source(code: SourceFile) -> Findings:
-    mixed = {
-        trace
-        for trace in code.traces
-        if any(e.kind in ("scaled backward", "scaler step") or e.context.in_autocast for e in trace.events())
-    }
+    reported: set[ast.expr] = set()
     for region in code.regions:
-        reported: set[SourceEvent] = set()
-        for window in accumulation_windows(region) if region.trace in mixed else ():
-            backwards = [event for event in _never_divided(window) if event not in reported]
+        for window in accumulation_windows(region):
+            backwards = [event for event in _never_divided(window) if event.node not in reported]
             if backwards:
-                reported.update(backwards)
+                reported.update([event.node for event in backwards])
                 edits = tuple(edit for event in backwards for edit in _divide(event, window))
                 size = "their number" if window.size is None else f"`{ast.unparse(window.size)}`"
                 yield RULE.at(
@@ -67,12 +62,12 @@ def _never_divided(window: AccumulationWindow) -> list[SourceEvent]:
     """
     found: dict[SourceEvent, None] = {}
     normalised = LossNormalisation(window)
-    optimizers = {step.other or step.key for step in window.region.events_of(*STEPS)}
+    own = set(window.backwards)
     for path in window.paths:
-        if not window.events_on(path, "zero grad"):
-            backwards = window.events_on(path, *BACKWARDS)
+        if not any(map(window.concerns, window.events_on(path, "zero grad"))):
+            backwards = [event for event in window.events_on(path, *BACKWARDS) if event in own]
             plain = [event for event in backwards if not normalised.may_be(event)]
-            if len(plain) == len(backwards) or len(optimizers) > 1:
+            if len(plain) == len(backwards) or len(window.optimizers) > 1:
                 found.update(dict.fromkeys(plain))
     return sorted(found, key=lambda event: event.line)
 

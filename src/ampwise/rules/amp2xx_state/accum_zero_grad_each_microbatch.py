@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from ampwise.check.source.accumulation import events_of_each_micro_batch
 from ampwise.check.source.names import dotted_text
-from ampwise.check.source.steps import STEPS
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -45,12 +44,13 @@ def check_source(code: SourceFile) -> Findings:
 
 def _clears_what_accumulates(event: SourceEvent, window: AccumulationWindow) -> bool:
     """Return whether this clears the only optimizer that is stepped, or the whole model."""
-    steps = window.region.events_of(*STEPS)
-    optimizers = {step.other if step.kind == "scaler step" else step.key for step in steps}
+    optimizers = window.optimizers
     if len(optimizers) != 1 or not isinstance(event.node, ast.Call) or window.further_guards(event):
         return False
     clears_stepped = event.key is not None and event.key in optimizers
-    return clears_stepped or (dotted_text(event.receiver) or "").rpartition(".")[2] in WHOLE_MODEL
+    model, models = dotted_text(event.receiver) or "", event.frame.outline.models
+    is_only_model = model in models and len(models) == 1
+    return clears_stepped or is_only_model or model.rpartition(".")[2] in WHOLE_MODEL
 
 
 def check_run(run: RunEvents) -> Findings:

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import ast
+import re
 from typing import TYPE_CHECKING
 
-from ampwise.check.source.checkpoints import saved_dicts, saves_scaler_alone
-from ampwise.check.source.scalers import uses_scaler
-from ampwise.finding import Findings, Rule, Severity
+from ampwise.check.source.checkpoints import checkpoints_without_scaler
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.names import arguments_given, dotted_text, method_called
+from ampwise.check.source.torch_names import GRAD_SCALERS, OPTIMIZER, SCALER
+from ampwise.check.source.tree_walk import walk
+from ampwise.finding import Edit, Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.project import SourceFile
+    from ampwise.check.source.checkpoints import SavedCheckpoint
+    from ampwise.check.source.types import Binding, Frame, SourceFile
     from ampwise.watch.run_events import RunEvents
 
 RULE = Rule(
@@ -30,21 +36,112 @@ RULE = Rule(
         "}\n"
         "torch.save(state, path)"
     ),
+    fixable="sometimes",
 )
-NEEDS = (("GradScaler", ".backward("), ("caler",), ("state_dict",))
+NEEDS = (("caler",), ("save", "Save", "heckpoint", "ckpt", "dump", "state_dict"))
+
+
+LOADS = LazyPattern(r"load|resume|restore", re.IGNORECASE)
 
 
 def check_source(code: SourceFile) -> Findings:
-    if not uses_scaler(code):
-        return
-    lacking = [each for each in saved_dicts(code) if each.has_optimizer and each.is_whole and not each.has_scaler]
-    if lacking and not saves_scaler_alone(code):
-        for checkpoint in lacking:
-            frame = checkpoint.context.frame if checkpoint.where is checkpoint.node else checkpoint.frame
-            yield RULE.at(
-                frame.outline.script.place(checkpoint.where),
-                "this checkpoint has the optimizer's state but not the scaler's",
-            )
+    for checkpoint in checkpoints_without_scaler(code):
+        yield RULE.at(
+            checkpoint.frame.outline.script.place(checkpoint.where),
+            "this checkpoint has the optimizer's state but not the scaler's",
+            edits=_save_and_load(checkpoint, code),
+            safe=False,  # a resumed run differs, as it should
+        )
+
+
+def _save_and_load(checkpoint: SavedCheckpoint, code: SourceFile) -> tuple[Edit, ...]:
+    """Return the edits that save the scaler with the optimizer, and load it wherever this file loads the optimizer.
+
+    There are none if the scaler may not exist at one of these places. Old checkpoints, and those of a disabled scaler,
+    whose state is empty, can still be loaded.
+    """
+    saved = checkpoint.display
+    scaler = _scaler_at(saved, checkpoint.frame) if isinstance(saved, ast.Dict) else None
+    if scaler is None or not isinstance(saved, ast.Dict) or checkpoint.frame.outline is not code.outline:
+        return ()
+    name, script = scaler[0], code.script
+    keys = [key.value for key in saved.keys if isinstance(key, ast.Constant)]
+    key = "grad_scaler" if "scaler" in keys else "scaler"
+    if not keys or key in keys:
+        return ()
+    loads: dict[tuple[object, str], ast.Call] = {}  # the last one of each function, by what it loads from
+    for call in code.nodes(ast.Call):
+        frame = code.frame(code.function_at(call))
+        if method_called(call) != "load_state_dict" or not isinstance(call.func, ast.Attribute):
+            called = (dotted_text(call.func) or "").rpartition(".")[2]
+            if LOADS.search(called) and any(frame.role(part) == OPTIMIZER for part in arguments_given(call)):
+                return ()  # a function that we cannot change loads it
+            continue
+        role, here = frame.role(call.func.value), _scaler_at(call, frame)
+        if role not in (SCALER, OPTIMIZER) or (here is not None and here != scaler):
+            continue  # another script in this file, with a scaler of its own
+        if role == SCALER or here is None:
+            return ()
+        part = call.args[0] if len(call.args) == 1 else None
+        source = part.value if isinstance(part, ast.Subscript) else None
+        statement = script.statement(call)
+        alone = script.lines[statement.lineno - 1][: statement.col_offset].strip() == ""
+        is_plain = isinstance(statement, ast.Expr) and statement.value is call and alone
+        if not isinstance(source, ast.Name) or not is_plain:
+            return ()
+        loads[frame.function, source.id] = call
+    load = f'if {{source}}.get("{key}"):\n    {name}.load_state_dict({{source}}["{key}"])'
+    loading = [script.insert_after(call, load.format(source=source)) for (_, source), call in loads.items()]
+    return (_add_entry(saved, f'"{key}": {name}.state_dict()', code), *loading)
+
+
+def _scaler_at(node: ast.expr, frame: Frame) -> tuple[str, Binding] | None:
+    """Return the name of the only GradScaler that certainly exists at a place, with its assignment."""
+    function = frame.function
+    bound = [(name, those) for name, those in function.bindings.items() if name not in function.params]
+    if function.owner is not None and function.self_name is not None:
+        start = function.owner.methods.get("__init__")
+        for attribute, those in function.owner.attributes.items():
+            if start is not None and all(binding.function is start for binding in those):
+                bound.append((f"{function.self_name}.{attribute}", those))
+    found = []
+    for name, those in bound:
+        made = those[0].value
+        is_scaler = isinstance(made, ast.Call) and frame.qualified(made.func) in GRAD_SCALERS
+        if is_scaler and isinstance(made, ast.Call):
+            home = those[0].function
+            before = home is not function or made.lineno < node.lineno
+            is_certain = len(those) == 1 and not those[0].guarded and before
+            if not is_certain or (home is not function and _calls_own_method(home.node, made.lineno)):
+                return None
+            found.append((name, those[0]))
+    return found[0] if len(found) == 1 else None
+
+
+def _calls_own_method(start: ast.AST, line: int) -> bool:
+    """Whether a constructor calls a method before a line, which may load a checkpoint before there is a scaler."""
+    calls = [part for part in walk(start) if isinstance(part, ast.Call) and part.lineno < line]
+    return any((dotted_text(call.func) or "").startswith("self.") for call in calls)
+
+
+def _add_entry(saved: ast.Dict, entry: str, code: SourceFile) -> Edit:
+    """Return the edit that adds an entry at the end of a dictionary, on a line of its own if the others are."""
+    script = code.script
+    first = next(key for key in saved.keys if isinstance(key, ast.Constant))
+    (line, column), (end_line, end_column) = script.span(first)[0], script.span(saved.values[-1])[1]
+    if script.segment(first).startswith("'"):
+        entry = entry.replace('"', "'")
+    indent = script.lines[line - 1][: column - 1]
+    rest = script.lines[end_line - 1][end_column - 1 :].strip()  # of the last value's line
+    if saved.lineno != saved.end_lineno and not indent.strip():
+        if rest.startswith(",") and not rest[1:].partition("#")[0].strip():
+            after = len(script.lines[end_line - 1]) + 1
+            return script.edit(end_line, after, end_line, after, f"\n{indent}{entry},")
+        if rest[:1] in ("", "}"):
+            return script.edit(end_line, end_column, end_line, end_column, f",\n{indent}{entry}")
+    if rest[:1] == "}":
+        return script.edit(end_line, end_column, end_line, end_column, f", {entry}")
+    return script.edit(line, column, line, column, f"{entry}, ")
 
 
 def check_run(run: RunEvents) -> Findings:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ampwise.check.source.names import dotted_text
 from ampwise.check.source.scalers import scalers_made
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -30,9 +31,11 @@ RULE = Rule(
 NEEDS = (("GradScaler",),)
 
 # Saving and loading its state does not count as use.
-IDLE = frozenset(("state_dict", "load_state_dict"))
+IDLE = frozenset(("state_dict", "load_state_dict", "is_enabled"))
 # A call of one of these may read any name.
-REACHES_ALL = frozenset(("locals", "globals", "vars", "exec", "eval"))
+READS_ALL = frozenset(("locals", "globals", "vars", "exec", "eval"))
+REACHES_ALL = "*"
+DEEPEST = 4  # functions that pass it on
 PLAIN_BASES = frozenset(("object", "nn.Module", "torch.nn.Module", "ABC", "abc.ABC"))
 
 
@@ -56,27 +59,52 @@ def _may_be_used(target: ast.Name | ast.Attribute, code: SourceFile) -> bool:
     # Other files may use what this one creates: those that import it, or any if this one does not train.
     if not is_local and (code.project.importers(code.path) or ".backward(" not in code.script.text):
         return True
-    names, reaches_all = _read_in(home.node if is_local else code.script.tree)
+    reads = _read_in(home.node if is_local else code.script.tree)
     if isinstance(target, ast.Name):
-        return target.id in names or reaches_all
+        return REACHES_ALL in reads or any(_uses(node, code) for node in reads.get(target.id, ()))
     if home.owner is None or dotted_text(target.value) != "self":
         return True
     if any(dotted_text(base) not in PLAIN_BASES for base in home.owner.node.bases):
         return True  # a base class defined elsewhere may use it
     # getattr(self, "scaler") reads it too.
-    return f".{target.attr}" in names or any(node.value == target.attr for node in code.nodes(ast.Constant))
+    named = any(node.value == target.attr for node in code.nodes(ast.Constant))
+    return named or any(_uses(node, code) for node in reads.get(f".{target.attr}", ()))
+
+
+def _uses(node: ast.expr, code: SourceFile, depth: int = 0) -> bool:
+    """Return whether a read of the scaler uses it: one that passes it to a function which ignores it does not."""
+    parents = code.script.parents
+    above = parents[node]
+    if isinstance(above, ast.Attribute) and above.attr in IDLE:
+        return False
+    word = above.arg if isinstance(above, ast.keyword) else None
+    call = parents[above] if isinstance(above, ast.keyword) else above
+    if not isinstance(call, ast.Call) or call.func is node or depth >= DEEPEST:
+        return True
+    frame = code.frame(code.function_at(call))
+    target = frame.callee(call)
+    if target is None or target[0].outline is not code.outline or target[0].is_abstract or target[0].decorators:
+        return True
+    given = frame.enter(target[0], call, target[1]).arguments
+    names = [name for name, value in given.items() if value is node and word in (None, name)]
+    reads = _read_in(target[0].node)
+    if len(names) != 1 or REACHES_ALL in reads:
+        return True
+    return any(_uses(read, code, depth + 1) for read in reads.get(names[0], ()))
 
 
 @functools.lru_cache(maxsize=8)  # called for every scaler of a scope
-def _read_in(scope: ast.AST) -> tuple[set[str], bool]:
-    """Return the names and ``.attributes`` that are read for anything but their state, and whether all may be."""
-    nodes = list(ast.walk(scope))
-    idle = {node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr in IDLE}
-    reads = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load) and node not in idle]
-    names = {node.id for node in reads if isinstance(node, ast.Name)}
-    attributes = {f".{node.attr}" for node in reads if isinstance(node, ast.Attribute)}
-    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    return names | attributes, not called.isdisjoint(REACHES_ALL)
+def _read_in(scope: ast.AST) -> dict[str, list[ast.expr]]:
+    """Return where each name and ``.attribute`` is read; REACHES_ALL is a key if a call may read any name."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in walk(scope):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            found.setdefault(node.id, []).append(node)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            found.setdefault(f".{node.attr}", []).append(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in READS_ALL:
+            found.setdefault(REACHES_ALL, []).append(node)
+    return found
 
 
 def check_run(run: RunEvents) -> Findings:

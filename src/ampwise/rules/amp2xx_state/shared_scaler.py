@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ampwise.check.source.precision import argument_of, literal_number
 from ampwise.check.source.scalers import scalers_in
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def check_source(code: SourceFile) -> Findings:
         if scaler is None:
             continue
         comprehensions = (
-            node for node in ast.walk(code.script.statement(call)) if isinstance(node, ast.ListComp | ast.GeneratorExp)
+            node for node in walk(code.script.statement(call)) if isinstance(node, ast.ListComp | ast.GeneratorExp)
         )
         repeats = site.context.loops or any(call in _calls_in(node.elt) for node in comprehensions)
         if kind == "spawned process" or repeats:
@@ -100,7 +101,7 @@ def _scaler_in_arguments(site: CodeSite) -> ast.expr | None:
 
 @functools.lru_cache(maxsize=32)  # the loops around one call
 def _calls_in(scope: ast.AST) -> set[ast.AST]:
-    return {node for node in ast.walk(scope) if isinstance(node, ast.Call)}
+    return {node for node in walk(scope) if isinstance(node, ast.Call)}
 
 
 def check_event(step: ScalerStep) -> Findings:

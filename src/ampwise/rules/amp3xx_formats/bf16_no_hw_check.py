@@ -6,13 +6,15 @@ import re
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.names import dotted_text, last_name, method_called
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.torch_names import BF16
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import SourceFile
+    from ampwise.check.source.types import Frame, SourceFile
 
 RULE = Rule(
     code="AMP303",
@@ -34,7 +36,11 @@ RULE = Rule(
         'with torch.autocast("cuda", dtype=dtype):\n    loss = loss_fn(model(x), y)'
     ),
 )
-NEEDS = (("bfloat16", "bf16"), ("autocast", "capability"), (".backward(", "capability"))
+NEEDS = (
+    ("bfloat16", "bf16"),
+    ("autocast", "capability", "get_device_properties"),
+    (".backward(", "capability", "get_device_properties"),
+)
 
 CHECKS_HARDWARE = LazyPattern(
     r"bf16_support|is_bf16|bfloat16_support|capability|\.major\b|bf16_available|supports_bf|has_bf16|can_bf16|"
@@ -43,6 +49,8 @@ CHECKS_HARDWARE = LazyPattern(
 NOT_CUDA = ("cpu", "mps", "xla", "hpu")  # not CUDA devices
 CHOSEN = LazyPattern(r"bf16|bfloat|dtype|precision|half|fp16", re.IGNORECASE)
 ABOUT_BF16 = LazyPattern(r"bf16|bfloat16", re.IGNORECASE)
+CHECKS_BF16 = LazyPattern(r"bf16_support|is_bf16|bfloat16_support")
+FOLLOW = 3  # names
 
 
 def check_source(code: SourceFile) -> Findings:
@@ -51,11 +59,13 @@ def check_source(code: SourceFile) -> Findings:
     yield from _low_thresholds(code)
     if CHECKS_HARDWARE.search(code.script.text):
         return
-    if not any(region.has("backward", "scaled backward", "opaque") for region in code.regions):
-        return  # inference code may be written for a known GPU
+    if not any(region.has("optimizer step", "scaler step", "opaque") for region in code.regions):
+        return  # inference and tests may be written for a known GPU
     for site in code.statements:
         autocast = site.context.autocast
-        if autocast is None or not autocast.known or not autocast.may_be_on or autocast.device in NOT_CUDA:
+        if autocast is None or autocast.frame.outline is not code.outline:
+            continue  # another file's autocast, which is checked there
+        if not autocast.known or not autocast.may_be_on or autocast.device in NOT_CUDA:
             continue
         # The user may have chosen BF16 explicitly: `if args.bf16`, `enabled=cfg.bf16`.
         asked = [guard_source(guard) for guard in site.context.guards]
@@ -70,16 +80,76 @@ def check_source(code: SourceFile) -> Findings:
 
 def _low_thresholds(code: SourceFile) -> Findings:
     """Yield a finding for checks like ``get_device_capability()[0] >= 7``, which a V100 passes."""
-    if "capability" not in code.script.text or not re.search("bf16|bfloat16", code.script.text):
+    text = code.script.text
+    if not ("capability" in text or "get_device_properties" in text) or not ABOUT_BF16.search(text):
         return
     for node in code.nodes(ast.Compare):
-        if len(node.ops) == 1 and "get_device_capability" in ast.unparse(node.left):
-            least = _least(node)
-            if least is not None and least < (8, 0) and _is_about_bf16(code.script.statement(node)):
-                yield RULE.at(
-                    code.script.place(node),
-                    f"BF16 needs compute capability 8.0, but this lets {least[0]}.{least[1]} pass",
-                )
+        least = _least(node) if len(node.ops) == 1 else None
+        is_low = least is not None and least < (8, 0)
+        if is_low and _is_capability(node.left, code.frame(code.function_at(node))) and _decides_bf16(node, code):
+            passes = f"{least[0]}.{least[1]}" if least is not None else ""
+            yield RULE.at(code.script.place(node), f"BF16 needs compute capability 8.0, but this lets {passes} pass")
+
+
+def _is_capability(node: ast.expr, frame: Frame, depth: int = 0) -> bool:
+    """Whether an expression is a GPU's capability or its major part, under whatever name."""
+    if isinstance(node, ast.Subscript):
+        is_major = isinstance(node.slice, ast.Constant) and node.slice.value == 0
+        return is_major and _is_capability(node.value, frame, depth)
+    if isinstance(node, ast.Attribute) and node.attr == "major":
+        return any(
+            "get_device_properties" in ast.unparse(value.node) for value in frame.values(node.value) if value.node
+        )
+    if isinstance(node, ast.Call):
+        return method_called(node) == "get_device_capability" or last_name(node.func) == "get_device_capability"
+    if not isinstance(node, ast.Name | ast.Attribute) or depth > FOLLOW:
+        return False
+    name = dotted_text(node) or ""
+    function = frame.function.home_of(name)
+    for binding in function.bindings.get(name, ()) if function is not None else ():
+        assigned = binding.node
+        if binding.value is None and isinstance(assigned, ast.Assign) and isinstance(assigned.targets[0], ast.Tuple):
+            first = assigned.targets[0].elts[0]  # major, minor = torch.cuda.get_device_capability()
+            if dotted_text(first) == name and _is_capability(assigned.value, frame, depth + 1):
+                return True
+    return any(
+        value is not node and value is not None and _is_capability(value, home, depth + 1)
+        for value, home in frame.values(node)
+    )
+
+
+def _decides_bf16(node: ast.Compare, code: SourceFile) -> bool:
+    """Whether a comparison chooses BF16: it is the test of it, or its result has a name that is."""
+    chosen = _tests(code)
+    if node in chosen:
+        return chosen[node]
+    statement = code.script.statement(node)
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    names = {dotted_text(target) or "" for target in targets}
+    if isinstance(statement, ast.Return):
+        names = {code.function_at(node).name}
+    if any(ABOUT_BF16.search(name) for name in names):
+        return True
+    return any(
+        is_bf16 and (dotted_text(test) or ast.unparse(getattr(test, "func", test))) in names
+        for test, is_bf16 in chosen.items()
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def _tests(code: SourceFile) -> dict[ast.expr, bool]:
+    """Return the parts of all tests of ``if``s, and whether what they lead to is BF16."""
+    found: dict[ast.expr, bool] = {}
+    choices: list[ast.IfExp | ast.If] = [*code.nodes(ast.IfExp), *code.nodes(ast.If)]
+    for choice in choices:
+        body = [choice.body] if isinstance(choice, ast.IfExp) else choice.body[:3]
+        text = " ".join([ast.unparse(part) for part in body if not isinstance(part, ast.If)])
+        asks_more = CHECKS_BF16.search(ast.unparse(choice.test)) is not None
+        is_bf16 = ABOUT_BF16.search(text) is not None and not asks_more
+        for part in walk(choice.test):
+            if isinstance(part, ast.expr):
+                found[part] = is_bf16
+    return found
 
 
 def _least(node: ast.Compare) -> tuple[int, int] | None:
@@ -97,9 +167,3 @@ def _least(node: ast.Compare) -> tuple[int, int] | None:
     if isinstance(node.ops[0], ast.Gt):
         return (major + 1, 0) if len(numbers) == 1 else (major, minor + 1)
     return None
-
-
-@functools.lru_cache(maxsize=8)
-def _is_about_bf16(statement: ast.stmt) -> bool:
-    head = statement.test if isinstance(statement, ast.If | ast.While) else statement
-    return any(ABOUT_BF16.search(ast.unparse(part)) for part in (head, *getattr(statement, "body", [])[:3]))

@@ -26,7 +26,7 @@ RULE = Rule(
     good='scaler = torch.amp.GradScaler("cuda")\nwith torch.amp.autocast("cuda"):\n    loss = model(x).sum()',
     fixable="sometimes",
 )
-NEEDS = (("cuda.amp", "cpu.amp", "cuda import amp", "cpu import amp"),)
+NEEDS = (("cuda.amp", "cpu.amp", "torch.cuda import", "torch.cpu import", "torch.cuda as", "torch.cpu as"),)
 
 
 def check_source(code: SourceFile) -> Findings:

@@ -2,14 +2,24 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.cases import cases_of, conditions_at, denies, joined
+from ampwise.check.source.events import EventKind
+from ampwise.check.source.half_models import half_by_default, half_models_run, half_optimizers
+from ampwise.check.source.line_references import spot
+from ampwise.check.source.modes import NONE, OFF, dtype_in, modes_of
+from ampwise.check.source.names import arguments_given, last_name
+from ampwise.check.source.precision import argument_of
 from ampwise.check.source.scaled_losses import may_be_scaled
-from ampwise.check.source.torch_names import NOT_A_GRAD_SCALER
+from ampwise.check.source.torch_names import FP16, NOT_A_GRAD_SCALER, SCALER
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import SourceFile
+    from ampwise.check.source.cases import Conditions
+    from ampwise.check.source.modes import Mode
+    from ampwise.check.source.types import Frame, SourceEvent, SourceFile
     from ampwise.watch.run_events import OptimizerStep
 
 RULE = Rule(
@@ -31,28 +41,105 @@ RULE = Rule(
         "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
     ),
 )
-NEEDS = (("autocast",), (".backward(",))
+NEEDS = (("autocast", ".half(", "float16", "torch.half", "fpSixteen"), (".backward(",))
+
+POLICIES = ("MixedPrecision", "MixedPrecisionPolicy")  # of FSDP
 
 
 def check_source(code: SourceFile) -> Findings:
-    if _may_scale(code):
+    if code.uses_framework:
         return
-    for region in code.regions:
-        if region.hidden or not region.has("optimizer step"):
+    reported: set[ast.AST] = set()
+    for mode in modes_of(code):
+        if mode.autocast.dtype != FP16 or mode.autocast.device == "cpu" or denies(mode.given, FP16):
             continue
-        # Another file that the step goes through may have a scaler, or a framework that scales.
-        others = {event.frame.outline.path for event in region.events} - {code.path}
-        if any(_may_scale(code.project.code(path)) for path in sorted(others)):
-            continue
-        for backward, moments in region.visits("backward"):
-            # The last forward before the backward, on each path.
-            forwards = [next((e for e in m.earlier("forward") if not e.context.no_grad), None) for m in moments]
-            autocasts = [None if forward is None else forward.context.autocast for forward in forwards]
-            in_fp16 = all(autocast is not None and autocast.surely_fp16 for autocast in autocasts)
-            if in_fp16 and forwards[0] is not None and not may_be_scaled(backward):
-                line = forwards[0].spot(backward)
-                message = f"the forward in {line} runs in FP16, but no scaler keeps its gradients from underflowing"
+        scaler = mode.scaler
+        if scaler.state == OFF and scaler.node is not None and scaler.frame is not None:
+            # What switches the scaler off must be what makes autocast FP16; another option is the user's choice.
+            apart = scaler.given.keys() - mode.autocast.given.keys()
+            if not apart and scaler.node not in reported and scaler.frame.outline is code.outline:
+                reported.add(scaler.node)
+                place = code.script.place(scaler.node)
+                line = spot(mode.autocast.node, mode.autocast.frame, place)
+                yield RULE.at(place, f"autocast may be FP16 (in {line}), but this scaler is disabled then")
+        elif scaler.state == NONE and mode.backward.kind == EventKind.BACKWARD and _is_alone(mode, code):
+            backward = mode.backward
+            if backward.node not in reported and backward.frame.outline is code.outline:
+                reported.add(backward.node)
+                line = mode.forward.spot(backward)
+                how = "may run" if mode.autocast.given else "runs"
+                message = f"the forward in {line} {how} in FP16, but no scaler keeps its gradients from underflowing"
                 yield RULE.at(backward.place, message)
+
+    yield from _half_weights(code, reported)
+
+
+def _half_weights(code: SourceFile, reported: set[ast.AST]) -> Findings:
+    """Yield plain backwards of models whose weights are FP16: cast, made so by default, or sharded so by FSDP."""
+    everywhere: list[tuple[ast.expr, Conditions, Frame]]
+    everywhere = [(one.node, one.given, one.site.context.frame) for one in half_by_default(code) if one.dtype == FP16]
+    everywhere += _sharded_in_fp16(code)
+    pairs = half_optimizers(code, FP16)
+    for region in code.visible_regions:
+        stepped = {event.key for event in region.events_of(EventKind.OPTIMIZER_STEP)}
+        own = [pair for pair in pairs if pair.optimizer_key in stepped]
+        models = [*[pair.model for pair in own], *half_models_run(region, code, FP16)]
+        casts = [*everywhere, *[(model.node, model.given, model.context.frame) for model in models]]
+        for backward in region.events_of(EventKind.BACKWARD) if region.has(EventKind.OPTIMIZER_STEP) else ():
+            if backward.node in reported or backward.frame.outline is not code.outline or may_be_scaled(backward):
+                continue
+            ways = conditions_at(backward.frame, backward.node)
+            for node, given, frame in casts:
+                together = [both for way in ways if (both := joined(way, given)) is not None]
+                if together and not any("scal" in name.lower() for both in together for name in both):
+                    reported.add(backward.node)
+                    line = spot(node, frame, backward.place)
+                    yield RULE.at(backward.place, f"the weights are FP16 since {line}, and this loss is not scaled")
+                    break
+
+
+def _sharded_in_fp16(code: SourceFile) -> Iterator[tuple[ast.expr, Conditions, Frame]]:
+    """Yield the FP16 policies of FSDP in a file without a scaler, by constructor or by the usual name of one."""
+    text = code.script.text
+    if "caler" in text or not ("MixedPrecision" in text or "fpSixteen" in text):
+        return
+    for call in code.nodes(ast.Call):
+        frame = code.frame(code.function_at(call))
+        dtype = argument_of(call, "param_dtype", 0)
+        if dtype is not None and (frame.qualified(call.func) or "").rpartition(".")[2] in POLICIES:
+            for case in cases_of(frame, dtype):
+                if dtype_in(case) == FP16:
+                    yield call, case.given, frame
+    names: list[ast.expr] = [*code.nodes(ast.Attribute), *code.nodes(ast.Name)]
+    for name in names if "fpSixteen" in text else ():
+        if last_name(name) == "fpSixteen":
+            frame = code.frame(code.function_at(name))
+            yield from [(name, given, frame) for given in conditions_at(frame, name)]
+
+
+def _is_alone(mode: Mode, code: SourceFile) -> bool:
+    """Whether nothing visible may scale a plain backward that an optimizer step follows."""
+    region, backward = mode.region, mode.backward
+    if region.hidden or not region.has(EventKind.OPTIMIZER_STEP) or may_be_scaled(backward):
+        return False
+    if any("scal" in name.lower() and "(" not in name for name in mode.given):
+        return False  # it depends on a scaler that is made elsewhere, or that the user does not want
+    # Another file that the step goes through may have a scaler, or a framework that scales.
+    others = {event.frame.outline.path for event in region.events} - {code.path}
+    if any(_may_scale(code.project.code(path)) for path in sorted(others)):
+        return False
+    # Where a scaled backward stands beside it, what decides between them must be what decides the autocast.
+    scaled = region.events_of(EventKind.SCALED_BACKWARD)
+    if not scaled:
+        return not any(_gets_a_scaler(event) for event in region.events_of(EventKind.OPAQUE))
+    deciding = {name for event in scaled for given in conditions_at(event.frame, event.node) for name in given}
+    plain = {name for given in conditions_at(backward.frame, backward.node) for name in given}
+    return (deciding & plain) <= mode.autocast.given.keys()
+
+
+def _gets_a_scaler(event: SourceEvent) -> bool:
+    arguments = arguments_given(event.node) if isinstance(event.node, ast.Call) else []
+    return any(event.frame.role(part) == SCALER for part in arguments)
 
 
 @functools.lru_cache(maxsize=64)  # called for every training step, for its own file and others

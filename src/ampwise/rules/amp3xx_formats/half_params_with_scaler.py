@@ -2,8 +2,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.cases import joined
 from ampwise.check.source.half_models import trained_half_models
 from ampwise.check.source.line_references import spot
+from ampwise.check.source.modes import ON, UNSEEN, scalers_held
 from ampwise.check.source.torch_names import FP16
 from ampwise.finding import Findings, Rule, Severity
 
@@ -40,7 +42,10 @@ def check_source(code: SourceFile) -> Findings:
     reported = set()
     for pair in trained_half_models(code):
         step = stepped.get(pair.optimizer_key)
-        if pair.model.dtype == FP16 and step is not None and pair.model.node not in reported:
+        if pair.model.dtype != FP16 or step is None or pair.model.node in reported:
+            continue
+        scalers = scalers_held(step.frame, step.receiver)
+        if any(made.state in (ON, UNSEEN) and joined(made.given, pair.model.given) is not None for made in scalers):
             reported.add(pair.model.node)
             place = pair.model.place
             line = spot(step.node, step.frame, place)

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.check.source.names import method_called
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.line_references import spot
+from ampwise.check.source.names import arguments_given, dotted_text, method_called
 from ampwise.check.source.precision import argument_of, autocast_of, literal_bool
-from ampwise.check.source.torch_names import AUTOCASTS, GRAD_SCALERS
+from ampwise.check.source.tensor_dtypes import KEEPS, TAKES_HALF, TAKES_SINGLE
+from ampwise.check.source.torch_names import AUTOCASTS, GRAD_SCALERS, MODEL_NAME
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.project import SourceFile
+    from ampwise.check.source.types import AutocastContext, CodeSite, CodeTrace, EventContext, SourceFile
 
 RULE = Rule(
     code="AMP312",
@@ -19,8 +24,8 @@ RULE = Rule(
     summary="Autocast has no effect: it is never entered, has no forward inside, or is always disabled.",
     why=(
         "Autocast chooses the dtype of operations that run inside it, and the backward follows the forward. If it is "
-        "created but not entered, or only wraps `backward()` and `step()`, it changes nothing: the model runs in "
-        "FP32, with the speed and memory of FP32."
+        "created but not entered, or only wraps the loss, `backward()` or `step()`, no matmul runs in half: losses "
+        "run in FP32 under autocast too, so training keeps the speed and memory of FP32."
     ),
     fix="Put the forward and the loss, and nothing else, in a `with torch.autocast(...)` block.",
     bad='loss = loss_fn(model(x), y)\nwith torch.autocast("cuda"):\n    scaler.step(optimizer)',
@@ -37,6 +42,19 @@ UNTOUCHED = frozenset(
     )
 )
 OF_THE_STEP = frozenset(("backward", "step", "update", "unscale_", "zero_grad", "to", "cuda"))
+# Losses by name; one with a network of its own has something to cast, and is left alone.
+LOSS = LazyPattern(
+    r"loss|crit(?!ic)|cross_ent|objective|(^|_)(bce|ce|l1|l2|mse|mae|nll|ctc|dice|focal|kl\w*)(_|$)", re.I
+)
+HAS_A_NETWORK = LazyPattern(
+    r"percep|vgg|lpips|clip|(^|_)(g|d|gan|adv|disc|id|style|feat\w*)_?loss|compute|forward", re.I
+)
+PLAIN_CALLS = UNTOUCHED | KEEPS | TAKES_SINGLE | {"long", "size", "sum", "isnan", "any", "all", "keys", "values"}
+# Half precision that does not come from autocast, or a model that autocasts by itself.
+OTHERWISE = LazyPattern(
+    r"\.(half|bfloat16)\(\)|MixedPrecision|deepspeed|accelerat|fp8|fully_shard|\bapex\b|torch_dtype|set_default_dtype"
+)
+STEPS_BACK = 3  # assignments from the argument of a loss back to the forward
 HARMLESS = ast.Expr | ast.Assign | ast.AugAssign | ast.If | ast.Pass
 # Operators that may divide a loss or test a counter; others compute on tensors.
 SMALL = ast.Div | ast.Mod | ast.Add | ast.Mult
@@ -55,7 +73,8 @@ def check_source(code: SourceFile) -> Findings:
             if autocast is not None and autocast.known and autocast.may_be_on:
                 found.append((manager, "no forward or loss is computed in this autocast region"))
     reported: set[ast.AST] = set()
-    for node, message in [*found, *_always_disabled(code)]:
+    found += [*_never_used(code), *_always_disabled(code), *_only_the_loss(code)]
+    for node, message in found:
         if node not in reported:
             reported.add(node)
             yield RULE.at(code.script.place(node), message)
@@ -63,7 +82,7 @@ def check_source(code: SourceFile) -> Findings:
 
 def _nothing_to_cast(body: list[ast.stmt]) -> bool:
     names = set()
-    for part in (part for statement in body for part in ast.walk(statement)):
+    for part in (part for statement in body for part in walk(statement)):
         if isinstance(part, ast.stmt) and not isinstance(part, HARMLESS):
             return False
         if isinstance(part, ast.ListComp | ast.GeneratorExp | ast.Await | ast.Lambda):
@@ -80,21 +99,121 @@ def _nothing_to_cast(body: list[ast.stmt]) -> bool:
     return not names.isdisjoint(OF_THE_STEP)
 
 
+def _never_used(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
+    """Yield autocasts held in a local name that nothing reads."""
+    if OTHERWISE.search(code.script.text):
+        return
+    for function in code.outline.functions[1:]:
+        for name, bindings in function.bindings.items():
+            for value in [binding.value for binding in bindings if isinstance(binding.value, ast.Call)]:
+                if name.isidentifier() and code.outline.imports.qualified(value.func) in AUTOCASTS:
+                    names = (node for node in walk(function.node) if isinstance(node, ast.Name) and node.id == name)
+                    if name not in function.outside and all(isinstance(node.ctx, ast.Store) for node in names):
+                        yield value, f"this autocast is held in `{name}` and never entered: it needs a `with`"
+
+
+def _only_the_loss(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
+    """Yield autocasts around the loss alone, whose forward ran before them, outside of every autocast."""
+    if code.uses_framework or OTHERWISE.search(code.script.text) or _autocasts_in_a_forward(code):
+        return
+    for trace in code.traces:
+        events = trace.events()
+        trains = any(event.kind in ("backward", "scaled backward") for event in events)
+        forwards = {event.node: event.context for event in events if event.kind == "forward"}
+        training = [context for context in forwards.values() if not context.no_grad]
+        if not trains or any(context.in_autocast and context.loops for context in training):
+            continue
+        inside: dict[AutocastContext, list[CodeSite]] = {}
+        for site in trace.calls:
+            autocast = site.context.autocast
+            if autocast is not None and autocast.known and autocast.may_be_on and not site.context.no_grad:
+                inside.setdefault(autocast, []).append(site)
+        for autocast, sites in inside.items():
+            if autocast.frame.outline is code.outline and all(_is_plain(site, trace) for site in sites):
+                found = next(((node, site) for site in sites if (node := _forward_before(site, forwards))), None)
+                if found is not None:
+                    forward, loss = found
+                    block: ast.AST = loss.call
+                    while not isinstance(block, ast.With | ast.Module):
+                        block = code.script.parents[block]
+                    entered = block.items[0].context_expr if isinstance(block, ast.With) else autocast.node
+                    line = spot(forward, autocast.frame, code.script.place(entered))
+                    yield entered, f"the forward, {line}, runs outside of this autocast: only the loss is in it"
+
+
+def _autocasts_in_a_forward(code: SourceFile) -> bool:
+    """Return whether a model of this file autocasts by itself."""
+    forwards = [cls.methods["forward"] for cls in code.outline.classes.values() if "forward" in cls.methods]
+    return any("autocast" in function.text for function in forwards)
+
+
+def _is_loss(call: ast.Call) -> bool:
+    func = call.func
+    while isinstance(func, ast.Subscript):  # criterion["mask"](out, y)
+        func = func.value
+    name = (dotted_text(func) or "").rpartition(".")[2]
+    return bool(LOSS.search(name)) and not HAS_A_NETWORK.search(name)
+
+
+def _is_plain(site: CodeSite, trace: CodeTrace) -> bool:
+    """Return whether a call under autocast is a loss without a model, or one that has no matmul."""
+    call, frame = site.call, site.context.frame
+    target = frame.callee(call)
+    if target is not None:
+        return target[0] in trace.followed  # its calls are judged one by one
+    if _is_loss(call):
+        given = [dotted_text(part) or "" for part in arguments_given(call)]
+        return not any(name in frame.outline.models or MODEL_NAME.search(name.rpartition(".")[2]) for name in given)
+    name = method_called(call) or getattr(call.func, "id", "")
+    is_torch = (frame.qualified(call.func) or "").startswith("torch.") and name.islower()
+    return name in PLAIN_CALLS or (is_torch and name not in TAKES_HALF)
+
+
+def _forward_before(site: CodeSite, forwards: dict[ast.expr, EventContext]) -> ast.expr | None:
+    """Return the forward that made an argument of a loss, if every assignment of it is one outside of autocast."""
+    if not _is_loss(site.call):
+        return None
+    loops, function = site.context.loops, site.context.frame.function
+    first_line = loops[-1].node.lineno if loops and loops[-1].frame is site.context.frame else 0
+    pending = [(part, 0) for part in arguments_given(site.call)]
+    seen: set[str] = set()
+    found = None
+    for expression, depth in pending:  # from the arguments back: logits = out.logits, out = model(x)
+        made = [part for part in walk(expression) if part in forwards]
+        if any(forwards[part].autocasts or forwards[part].no_grad for part in made):
+            return None
+        found = max([found, *made] if found else made, key=lambda part: part.lineno, default=None)
+        names = {part.id for part in walk(expression) if isinstance(part, ast.Name)} - seen
+        for name in names if not made and depth < STEPS_BACK else ():
+            seen.add(name)
+            for binding in function.bindings.get(name, ()):
+                statement = binding.node
+                if isinstance(statement, ast.Assign) and first_line <= statement.lineno < site.call.lineno:
+                    pending.append((statement.value, depth + 1))
+    return found
+
+
 def _always_disabled(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
-    """Yield training whose forward runs in ``autocast(enabled=False)``, in a file where autocast is never on."""
+    """Yield training whose forward runs in ``autocast(enabled=False)``, with no other that runs in half."""
     qualified, calls = code.outline.imports.qualified, code.nodes(ast.Call)
     scalers = [call for call in calls if qualified(call.func) in GRAD_SCALERS]
     uses = {node for node in (*code.nodes(ast.Name), *code.nodes(ast.Attribute)) if qualified(node) in AUTOCASTS}
     entered = [call for call in calls if call.func in uses]
     disabled = [call for call in entered if literal_bool(argument_of(call, "enabled")) is False]
-    # A file that disables its GradScaler as well means it.
-    meant = any(literal_bool(argument_of(call, "enabled")) is False for call in scalers)
-    if meant or not uses or not len(disabled) == len(entered) == len(uses):
-        return
-    for region in code.regions:
+    # A file that disables its GradScaler as well means it, and FP8 has an autocast of its own.
+    meant = "fp8" in code.script.text.lower() or any(
+        literal_bool(argument_of(call, "enabled")) is False for call in scalers
+    )
+    never_on = bool(uses) and len(disabled) == len(entered) == len(uses)
+    for region in code.regions if not meant else ():
         if not region.has("backward", "scaled backward"):
             continue
-        autocasts = [e.context.autocast for e in region.events_of("forward") if not e.context.no_grad]
-        off = [autocast for autocast in autocasts if autocast is not None and autocast.enabled is False]
-        if off and len(off) == len(autocasts):
+        contexts = [e.context for e in region.events_of("forward") if not e.context.no_grad]
+        innermost = [context.autocast for context in contexts if context.autocast is not None]
+        off = [autocast for autocast in innermost if autocast.enabled is False]
+        if not off or len(off) < len(contexts):
+            continue
+        if never_on:
             yield off[0].node, "autocast is always disabled here: this trains in FP32"
+        elif all(any(outer.known and outer.may_be_on for outer in context.autocasts) for context in contexts):
+            yield off[0].node, "this switches the autocast around it off for the whole forward: it runs in FP32"

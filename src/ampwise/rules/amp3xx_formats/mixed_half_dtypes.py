@@ -3,9 +3,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.events import EventKind
 from ampwise.check.source.half_models import half_models
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.steps import STEPS
+from ampwise.check.source.modes import NO_AUTOCAST, autocasts_in, modes_of
+from ampwise.check.source.steps import BACKWARDS, STEPS
 from ampwise.check.source.torch_names import BF16, FP16
 from ampwise.finding import Findings, Rule, Severity
 
@@ -19,7 +21,7 @@ RULE = Rule(
     code="AMP307",
     name="mixed-half-dtypes",
     severity=Severity.WARNING,
-    summary="One training step computes partly in FP16 and partly in BF16.",
+    summary="A script computes partly in FP16 and partly in BF16: in one step, or training and evaluation.",
     why=(
         "A value that passes from one to the other loses twice: FP16 overflows above 65504 where BF16 does not, and "
         "BF16 drops three of FP16's significant bits. Such a step has the range of FP16 and the precision of BF16, "
@@ -45,14 +47,35 @@ def check_source(code: SourceFile) -> Findings:
         forwards = _forwards(region)
         found = []
         for event, (dtype, autocast) in forwards.items():
-            model = half_models(code).get(event.key or "")
-            if model is not None and {model.dtype, dtype} == {FP16, BF16}:
-                since = model.spot(event.place)
-                found.append((autocast, f"{dtype} autocast over a model that has been {model.dtype} since {since}"))
+            for model in half_models(code).get(event.key or "", ()):
+                if {model.dtype, dtype} == {FP16, BF16} and not model.given:
+                    since = model.spot(event.place)
+                    found.append((autocast, f"{dtype} autocast over a model that has been {model.dtype} since {since}"))
         for autocast, message in [*found, *_two_autocasts(region, forwards)]:
             if autocast.node not in reported:
                 reported.add(autocast.node)
                 yield RULE.at(autocast.frame.outline.script.place(autocast.node), message)
+    yield from _evaluated_in_another(code, reported)
+
+
+def _evaluated_in_another(code: SourceFile, reported: set[object]) -> Findings:
+    """Yield evaluations of a model in the other half dtype than the one that it is trained in."""
+    trained: dict[str, dict[str, SourceEvent]] = {}  # by model: its dtypes, each with a forward
+    for mode in modes_of(code):
+        if mode.forward.key is not None and mode.autocast.dtype != NO_AUTOCAST:
+            trained.setdefault(mode.forward.key, {})[mode.autocast.dtype] = mode.forward
+    for event in code.events:
+        autocast = event.context.autocast
+        dtypes = trained.get(event.key or "", {}) if event.kind == EventKind.FORWARD and event.context.no_grad else {}
+        if autocast is None or len(dtypes) != 1 or not autocast.known or not autocast.dtype_given:
+            continue
+        ((dtype, forward),) = dtypes.items()
+        here = {one.dtype for one in autocasts_in(event.context)} - {NO_AUTOCAST}
+        if len(here) == 1 and here | {dtype} == {FP16, BF16} and autocast.node not in reported:
+            reported.add(autocast.node)
+            line = forward.spot(event)
+            message = f"evaluated in {here.pop()}, but trained in {dtype} ({line})"
+            yield RULE.at(autocast.frame.outline.script.place(autocast.node), message)
 
 
 def _forwards(region: Region) -> Forwards:
@@ -72,10 +95,11 @@ def _two_autocasts(region: Region, forwards: Forwards) -> Iterator[tuple[Autocas
     """Yield pairs of forwards on one path, before the same step, under autocasts of different dtypes."""
     for path in region.paths:
         first: SourceEvent | None = None
-        is_mixed = False
+        is_mixed = went_back = False
         for event in path.events:
-            if event.kind in STEPS:
-                first, is_mixed = None, False
+            went_back = went_back or event.kind in BACKWARDS
+            if event.kind in STEPS or (event.kind == EventKind.ZERO_GRAD and went_back):
+                first, is_mixed, went_back = None, False, False
             elif event in forwards and not is_mixed:
                 first = first or event
                 dtype, autocast = forwards[event]

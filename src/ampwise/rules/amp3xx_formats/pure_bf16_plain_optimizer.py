@@ -2,7 +2,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ampwise.check.source.half_models import half_optimizers
+from ampwise.check.source.events import EventKind
+from ampwise.check.source.half_models import half_by_default, half_optimizers
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.names import dotted_text
 from ampwise.check.source.torch_names import BF16
 from ampwise.finding import Findings, Rule, Severity
 
@@ -31,15 +34,23 @@ RULE = Rule(
 )
 NEEDS = (("bfloat16",), (".backward(",))
 
+# What surely keeps no FP32 copy. A model's own `configure_optimizers` makes one of these, as in nanoGPT.
+PLAIN = LazyPattern(r"^(torch\.optim\.\w|transformers\.(optimization\.)?AdamW$)|(^|\.)configure_optimizers$")
+
 
 def check_source(code: SourceFile) -> Findings:
     text = code.script.text
     if "bfloat16" not in text or "backward(" not in text or code.uses_framework:
         return
     for pair in half_optimizers(code, BF16):
-        if (pair.frame.qualified(pair.optimizer.func) or "").startswith("torch.optim."):
+        if PLAIN.search(pair.frame.qualified(pair.optimizer.func) or dotted_text(pair.optimizer.func) or ""):
             since, lost = pair.model.spot(pair.place), "updates below 1/512 of a weight are lost"
-            yield RULE.at(pair.place, f"the weights have been BF16 since {since}: {lost}")
+            how = "may have been" if pair.model.given else "have been"
+            yield RULE.at(pair.place, f"the weights {how} BF16 since {since}: {lost}")
+    if any(region.has(EventKind.OPTIMIZER_STEP) for region in code.visible_regions):
+        for cast in half_by_default(code):
+            if cast.dtype == BF16:
+                yield RULE.at(code.script.place(cast.node), "new parameters are BF16: updates below 1/512 are lost")
 
 
 def check_event(step: OptimizerStep) -> Findings:

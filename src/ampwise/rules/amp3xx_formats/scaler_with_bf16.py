@@ -4,21 +4,25 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.cases import FALSE, denies
 from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.line_references import spot
+from ampwise.check.source.modes import NO_AUTOCAST, ON, UNSEEN, entered_by, modes_of
 from ampwise.check.source.questions import guard_source
-from ampwise.check.source.scalers import scalers_in, scalers_made
-from ampwise.check.source.torch_names import BF16
+from ampwise.check.source.scalers import scalers_made
+from ampwise.check.source.torch_names import BF16, SCALER_NAME
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import Region, SourceFile
+    from ampwise.check.source.cases import Conditions
+    from ampwise.check.source.types import SourceFile
     from ampwise.watch.run_events import RunEvents
 
 RULE = Rule(
     code="AMP302",
     name="scaler-with-bf16",
     severity=Severity.INFO,
-    summary="A GradScaler is used although autocast is always BF16.",
+    summary="A GradScaler is on in a mode in which autocast is BF16.",
     why=(
         "BF16 has the exponent range of FP32: nothing underflows that FP32 would keep, so loss scaling has no effect. "
         "The scaler costs a pass over all gradients and a sync each step, and hides a NaN as one more skipped step."
@@ -30,21 +34,76 @@ RULE = Rule(
     ),
     good='with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)\nloss.backward()',
 )
-NEEDS = (("GradScaler",), ("bfloat16", "bf16"))
+NEEDS = (("caler",), ("bfloat16", "bf16"))
 
-CHECKS_DTYPE = LazyPattern(r"fp16|float16|half|dtype|precision|bf16", re.IGNORECASE)
+ABOUT_PRECISION = LazyPattern(r"fp16|float16|half|dtype|precision|bf16|scal", re.IGNORECASE)
+FP16_SWITCH = LazyPattern(r"fp16|(?<!b)float16|half")
 
 
 def check_source(code: SourceFile) -> Findings:
-    scaled: dict[ast.Call, list[Region]] = {}  # by the call that creates a scaler: where it steps an optimizer
-    for region in code.regions:
-        steps = region.events_of("scaler step")
-        for call in dict.fromkeys(call for event in steps for call in scalers_in(event.receiver, event.frame)):
-            scaled.setdefault(call, []).append(region)
+    reported: set[ast.AST] = set()
+    scaled = [mode for mode in modes_of(code) if mode.scaler.state in (ON, UNSEEN)]
+    for mode in scaled:
+        if mode.autocast.dtype != BF16 or mode.autocast.device == "cpu" or denies(mode.given, BF16):
+            continue
+        if any(autocast.surely_fp16 for autocast in mode.region.autocasts):
+            continue  # a step in both needs it
+        if _is_contradictory(mode.given):
+            continue
+        made, autocast = mode.scaler, mode.autocast
+        # Options of the scaler that autocast does not depend on: the user turns both on, or a scaler for FP16 alone.
+        apart = made.given.keys() - autocast.given.keys()
+        node: ast.expr | None = None
+        frame = mode.backward.frame
+        if made.state == ON and made.frame is not None and not any(map(_is_about_precision, apart)):
+            node, frame = made.node, made.frame
+        elif made.state == UNSEEN and not any(SCALER_NAME.search(name) for name in mode.given):
+            dtypes = {other.autocast.dtype for other in scaled if other.backward is mode.backward}
+            node = mode.backward.node if dtypes <= {BF16, NO_AUTOCAST} else None
+        if node is not None and frame.outline is code.outline and node not in reported:
+            reported.add(node)
+            place = code.script.place(node)
+            line, how = spot(autocast.node, autocast.frame, place), "may be" if autocast.given else "is always"
+            yield RULE.at(place, f"autocast {how} BF16 ({line}): there is nothing to scale")
+    yield from _on_with_a_scaler(code, reported)
+    yield from _steps_unseen(code, {mode.scaler.node for mode in modes_of(code)})
+
+
+def _is_contradictory(given: Conditions) -> bool:
+    """Whether both ``args.fp16`` and ``args.bf16`` are on, which nobody asks for."""
+    switches = [name for name, limit in given.items() if limit.among is None and limit.without <= FALSE]
+    on = [name.rpartition(".")[2].lower() for name in switches]
+    return any("bf16" in name or "bfloat16" in name for name in on) and any(FP16_SWITCH.search(name) for name in on)
+
+
+def _is_about_precision(option: str) -> bool:
+    """Whether an option chooses a dtype or a scaler; ``hasattr(torch.amp, "GradScaler")`` does not."""
+    return ABOUT_PRECISION.search(option) is not None and "hasattr(" not in option
+
+
+def _on_with_a_scaler(code: SourceFile, reported: set[ast.AST]) -> Findings:
+    """Yield ``autocast(enabled=scaler is not None, dtype=dtype)`` with a dtype that may be BF16."""
+    for site in code.statements:
+        region = site.context.autocast
+        if region is None or region.node in reported or not region.known:
+            continue
+        reported.add(region.node)
+        for autocast in entered_by(region):
+            if autocast.dtype == BF16 and autocast.frame.outline is code.outline:
+                named = [name for name, limit in autocast.given.items() if limit.among is None and "scaler" in name]
+                if named:
+                    yield RULE.at(
+                        code.script.place(autocast.node), f"BF16 autocast is on only together with `{named[0]}`"
+                    )
+                    break
+
+
+def _steps_unseen(code: SourceFile, seen: set[ast.Call | None]) -> Findings:
+    """Yield scalers whose steps are not visible, in a file where autocast is always BF16."""
     for made in scalers_made(code):
-        # The steps that it scales, or all if its use is not visible.
-        regions = scaled.get(made.node) or code.regions
-        autocasts = [autocast for region in regions for autocast in region.autocasts]
+        if made.node in seen:
+            continue
+        autocasts = [autocast for region in code.regions for autocast in region.autocasts]
         surely = all(autocast.known and autocast.is_surely(BF16) for autocast in autocasts)
         if not autocasts or not surely:
             continue
@@ -54,7 +113,7 @@ def check_source(code: SourceFile) -> Findings:
         if made.enabled is not None:
             values = [made.enabled, *(value.node for value in context.frame.values(made.enabled))]
             asked += [ast.unparse(node) for node in values if node is not None]
-        if not any(CHECKS_DTYPE.search(text) for text in asked):
+        if not any(ABOUT_PRECISION.search(text) for text in asked):
             place = code.script.place(made.node)
             yield RULE.at(place, f"autocast is always BF16 ({autocasts[0].spot(place)}): there is nothing to scale")
 

@@ -1,22 +1,21 @@
 from __future__ import annotations
 
 import ast
-import itertools
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
+from ampwise.check.source.names import last_name
 from ampwise.check.source.reaching_definitions import reaching_values
 from ampwise.check.source.tensor_dtypes import (
-    HALF,
+    HALVES,
     LAYERS_IN_SINGLE,
-    LIKELY_HALF,
     TAKES_SINGLE,
     layer_called,
     tensor_dtypes,
     torch_operation,
 )
-from ampwise.check.source.torch_names import SAYS_FP16
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -28,9 +27,9 @@ RULE = Rule(
     severity=Severity.WARNING,
     summary="Autocast is disabled, but the tensors used inside are still in half precision.",
     why=(
-        "`autocast(enabled=False)` does not cast anything: tensors produced under the outer autocast stay in FP16, "
-        "and now even the operations that autocast would run in FP32, such as exp, log, sum and the losses, run in "
-        "FP16."
+        "`autocast(enabled=False)` does not cast anything: tensors made under autocast stay in FP16 (11 bits, up to "
+        "65504) or BF16 (8 bits), and now even the operations that autocast would run in FP32, such as exp, log, sum "
+        "and the losses, run in it."
     ),
     fix="Cast the tensors that come from outside: `x = x.float()`.",
     bad=(
@@ -42,42 +41,47 @@ RULE = Rule(
         "        loss = torch.logsumexp(z.float(), 1).mean()"
     ),
 )
-NEEDS = (("autocast",), SAYS_FP16, ("enabled=False", "False)", "enabled = False"))
+NEEDS = (("autocast",), ("enabled=False", "False)", "enabled = False"))
 
+CRITERION = LazyPattern(r"criterion")
 CASTS = LazyPattern(r"\.(float|double|to|type|type_as|bfloat16)\(|float32|float64|dtype|\bcast|upcast")
 
 
 def check_source(code: SourceFile) -> Findings:
     if "enabled" not in code.script.text and "autocast(False" not in code.script.text:
         return
-    # The `autocast(enabled=False)` blocks inside an FP16 autocast, with their statements.
-    blocks: dict[int, tuple[AutocastContext, list[CodeSite]]] = {}
+    blocks: dict[AutocastContext, list[CodeSite]] = {}  # of `autocast(enabled=False)`, with their statements
     for site in code.statements:
-        for outer, inner in itertools.pairwise(site.context.autocasts):
-            if inner.enabled is False and not inner.optional and outer.surely_fp16:
-                blocks.setdefault(id(inner), (inner, []))[1].append(site)
+        for autocast in site.context.autocasts:
+            if autocast.enabled is False and not autocast.optional:
+                blocks.setdefault(autocast, []).append(site)
     reported: set[ast.AST] = set()
-    for disabled, sites in blocks.values():
+    for disabled, sites in blocks.items():
         if disabled.frame.outline is not code.outline or disabled.node in reported:
             continue
         if any(CASTS.search(ast.unparse(site.node)) for site in sites):
             continue
         inside = (site for site in sites if site.context.autocast is disabled)
-        found = next(((site, name) for site in inside if (name := _computed_in_half(site, disabled, code))), None)
+        found = next(((site, *made) for site in inside if (made := _computed_in_half(site, disabled, code))), None)
         if found is not None:
             reported.add(disabled.node)
+            site, name, dtype = found
             place = code.script.place(disabled.node)
-            line = spot(found[0].node, found[0].context.frame, place)
-            yield RULE.at(place, f"`{found[1]}` is FP16 and is not cast, so {line} computes in FP16")
+            line = spot(site.node, site.context.frame, place)
+            yield RULE.at(place, f"`{name}` was made in {dtype} and is not cast, so {line} computes in {dtype}")
 
 
-def _computed_in_half(site: CodeSite, disabled: AutocastContext, code: SourceFile) -> str | None:
-    """Return the name of an outer half-precision tensor that is passed here to an operation on autocast's FP32 list."""
+def _computed_in_half(site: CodeSite, disabled: AutocastContext, code: SourceFile) -> tuple[str, str] | None:
+    """Return an outer half-precision tensor that a loss, or another operation of autocast's FP32 list, gets here.
+
+    A criterion that we cannot see counts as a loss; a function of that kind, imported by name, often casts by itself.
+    """
     context, frame, dtypes = site.context, site.context.frame, tensor_dtypes(code)
-    for node in ast.walk(site.node):
+    for node in walk(site.node):
         if not isinstance(node, ast.Call):
             continue
-        if layer_called(node, frame) in LAYERS_IN_SINGLE:
+        is_criterion = CRITERION.search(last_name(node.func)) and frame.qualified(node.func) is None
+        if layer_called(node, frame) in LAYERS_IN_SINGLE or (is_criterion and frame.callee(node) is None):
             tensor: ast.expr | None = node.args[0] if node.args else None
         else:
             operation = torch_operation(node, frame)
@@ -86,6 +90,7 @@ def _computed_in_half(site: CodeSite, disabled: AutocastContext, code: SourceFil
             values = reaching_values(tensor, frame)
             made_in = [dtypes.contexts.get((id(value.node), id(value.frame))) for value in values]
             from_outside = all(there is not None and disabled not in there.autocasts for there in made_in)
-            if from_outside and dtypes.dtype(tensor, context) in (HALF, LIKELY_HALF):
-                return tensor.id
+            dtype = dtypes.dtype(tensor, context) if from_outside else None
+            if dtype in HALVES:
+                return tensor.id, HALVES[dtype]
     return None

@@ -9,6 +9,7 @@ from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import method_called
 from ampwise.check.source.precision import argument_of, literal_bool
 from ampwise.check.source.statement_order import runs_before
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Edit, Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _without_sigmoid(code: SourceFile, call: ast.Call, frame: Frame) -> Edit | N
     logits = _in_sigmoid(value, frame)
     if value is None or logits is None:
         return None
-    uses = [node for node in ast.walk(function.node) if isinstance(node, ast.Name) and node.id == given.id]
+    uses = [node for node in walk(function.node) if isinstance(node, ast.Name) and node.id == given.id]
     if len(uses) == 2:  # the assignment and this use
         text = script.segment(logits)
         return script.replace(value, f"({text})" if "\n" in text else text)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import method_called
 from ampwise.check.source.torch_names import AUTOCASTS
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def check_source(code: SourceFile) -> Findings:
         decorators = {ast.unparse(node) for method in owner.methods.values() for node in method.decorators}
         if CASTS.search(code.script.segment(owner.node)) or decorators - {"staticmethod", "torch.no_grad()"}:
             continue
-        nodes = list(ast.walk(backward.node))
+        nodes = list(walk(backward.node))
         operators = (node.op for node in nodes if isinstance(node, ast.BinOp))
         if any(isinstance(op, ast.MatMult) for op in operators) or any(MATMULS.match(method_called(n)) for n in nodes):
             yield RULE.at(

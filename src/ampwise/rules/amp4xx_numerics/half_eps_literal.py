@@ -9,12 +9,13 @@ from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import method_called
 from ampwise.check.source.precision import argument_of, literal_number
 from ampwise.check.source.reaching_definitions import reaching_values
-from ampwise.check.source.tensor_dtypes import HALF, LIKELY_HALF, tensor_dtypes, torch_operation
+from ampwise.check.source.tensor_dtypes import HALF, LIKELY_HALF, half_format, tensor_dtypes, torch_operation
 from ampwise.check.source.torch_names import SAYS_FP16
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import Frame, SourceFile
+    from ampwise.check.source.types import EventContext, Frame, SourceFile
 
 RULE = Rule(
     code="AMP404",
@@ -44,20 +45,33 @@ def check_source(code: SourceFile) -> Findings:
         return
     seen: set[ast.AST] = set()
     for site in code.statements:
-        autocast = site.context.autocast
-        if autocast is not None and not autocast.surely_fp16:
+        if site.context.autocast is not None and half_format(site.context) != HALF:
             continue
-        for guarded in _guarded(site.node, site.context.frame):
-            found = None if guarded in seen else _constant_added(guarded, site.context.frame)
+        for sensitive in _guarded(site.node, site.context.frame):
+            guarded, context = _as_written(sensitive, site.context, code)
+            found = None if guarded in seen else _constant_added(guarded, context.frame)
             if found is None:
                 continue
             tensor, eps = found
-            dtype = tensor_dtypes(code).dtype(tensor, site.context)
-            if dtype == HALF or (dtype == LIKELY_HALF and _is_sigmoid(tensor, site.context.frame)):
+            dtype = tensor_dtypes(code).dtype(tensor, context)
+            if dtype == HALF or (dtype == LIKELY_HALF and _is_sigmoid(tensor, context.frame)):
                 seen.add(guarded)
                 yield RULE.at(
                     code.script.place(guarded), f"{code.script.segment(eps)} is zero in FP16, so it guards nothing here"
                 )
+
+
+def _as_written(node: ast.expr, context: EventContext, code: SourceFile) -> tuple[ast.expr, EventContext]:
+    """Return ``p.clamp(1e-8)`` for p, or for ``1 - p``, after ``p = p.clamp(1e-8)``, with the context of that line."""
+    complement = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and isinstance(node.left, ast.Constant)
+    name = node.right if complement and isinstance(node, ast.BinOp) else node
+    values = reaching_values(name, context.frame) if isinstance(name, ast.Name) else []
+    if len(values) == 1 and isinstance(values[0].node, ast.Call | ast.BinOp):
+        value, frame = values[0]
+        there = tensor_dtypes(code).contexts.get((id(value), id(frame)))
+        if value is not None and there is not None:
+            return value, there
+    return node, context
 
 
 def _is_sigmoid(tensor: ast.expr, frame: Frame) -> bool:
@@ -70,7 +84,7 @@ def _is_sigmoid(tensor: ast.expr, frame: Frame) -> bool:
 
 def _guarded(statement: ast.AST, frame: Frame) -> Iterator[ast.expr]:
     """Yield arguments of logarithms and roots, and divisors."""
-    for node in ast.walk(statement):
+    for node in walk(statement):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             yield node.right
         elif isinstance(node, ast.Call):
@@ -90,7 +104,9 @@ def _constant_added(node: ast.expr, frame: Frame) -> tuple[ast.expr, ast.expr] |
         if name in ("clamp", "clamp_min", "clip") and clamped is not None and least is not None:
             pairs = [(clamped, least)]
     for tensor, constant in pairs:
-        numbers = [literal_number(value.node) for value in frame.values(constant)]
+        is_default = isinstance(constant, ast.Name) and constant.id in frame.function.defaults
+        values = [value.node for value in frame.values(constant) if value.node is not None or not is_default]
+        numbers = [literal_number(value) for value in values]
         if numbers and all(number is not None and 0 < number <= LOST for number in numbers):
             return tensor, constant
     return None

@@ -9,6 +9,7 @@ from ampwise.check.source.names import dotted_text
 from ampwise.check.source.precision import argument_of, literal_number
 from ampwise.check.source.tensor_dtypes import HALF, tensor_dtypes
 from ampwise.check.source.torch_names import SAYS_FP16
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Edit, Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -40,14 +41,18 @@ NEEDS = (
 
 LARGEST = 65504.0
 BEYOND = LazyPattern(r"\de\+?\d|\d{5}", re.IGNORECASE)
+WRITES = (ast.BinOp, ast.Assign, ast.Call)
 
 
 def check_source(code: SourceFile) -> Findings:
     if not BEYOND.search(code.script.text):
         return
     seen: set[ast.AST] = set()
+    parts: dict[ast.AST, list[ast.AST]] = {}  # of each statement, which may run in many contexts
     for site in code.statements:
-        for node in ast.walk(site.node):
+        if site.node not in parts:
+            parts[site.node] = [part for part in walk(site.node) if isinstance(part, WRITES)]
+        for node in parts[site.node]:
             tensor, literal = (None, None) if node in seen else _masking(node, site.context.frame)
             if literal is None or not _too_large(literal, site.context.frame):
                 continue

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.precision import argument_of, literal_number
 from ampwise.check.source.reaching_definitions import reaching_values
-from ampwise.check.source.tensor_dtypes import HALF, LIKELY_HALF, layer_called, tensor_dtypes, torch_operation
+from ampwise.check.source.tensor_dtypes import (
+    HALF,
+    LIKELY_HALF,
+    half_format,
+    layer_called,
+    tensor_dtypes,
+    torch_operation,
+)
 from ampwise.check.source.torch_names import SAYS_FP16
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -44,14 +52,13 @@ def check_source(code: SourceFile) -> Findings:
         return
     seen: set[ast.AST] = set()
     for site in code.statements:
-        autocast = site.context.autocast
-        if autocast is None or not autocast.surely_fp16 or site.context.no_grad:
+        if half_format(site.context) != HALF or site.context.no_grad:
             continue
         checker = _ExpressionChecker(code, site.context)
-        for node in ast.walk(site.node):
+        for node in walk(site.node):
             message = None if node in seen or not isinstance(node, ast.Call | ast.BinOp) else checker.message(node)
             if message is not None:
-                seen.update(ast.walk(node))  # a hand-written softmax is one mistake, not one per exp
+                seen.update(walk(node))  # a hand-written softmax is one mistake, not one per exp
                 yield RULE.at(code.script.place(node), message)
 
 

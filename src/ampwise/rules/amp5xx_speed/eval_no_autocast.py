@@ -35,6 +35,7 @@ HALF_MODEL = LazyPattern(r"\.(half|bfloat16)\(\)")
 # Generates samples, evaluates nothing.
 GENERATES = LazyPattern(r"sampl|generat|interpolat|progress|visuali|plot|draw|demo")
 EVALUATES_ITSELF = LazyPattern(r"^(eval|valid|test|fit|score)")  # model.evaluate(data): its loop is not visible here
+EVALUATES = LazyPattern(r"^_?(eval|valid|test)|(^|_)(eval|validation|validate|val|test)(_|$)")
 BACKWARDS = ("backward", "scaled backward")
 
 
@@ -74,8 +75,8 @@ def _evaluates(event: SourceEvent) -> bool:
     loop = event.context.loops[-1]
     function = loop.frame.function
     trains, under_autocast = _contents(loop)
-    if trains or (under_autocast and not event.context.autocasts):  # the FP32 branch next to one with autocast
-        return False
+    if trains or (under_autocast and not event.context.autocasts and not _also_under_autocast(event, under_autocast)):
+        return False  # the FP32 branch next to one with autocast
     if GENERATES.search(function.name) or (function.parent is not None and HALF_MODEL.search(function.text)):
         return False
     func = event.node.func if isinstance(event.node, ast.Call) else None
@@ -84,14 +85,21 @@ def _evaluates(event: SourceEvent) -> bool:
     eval_mode = ".eval()" in function.text
     if _trains(loop.frame):  # targets are computed without gradients too: it is validation only after model.eval()
         return event.context.no_grad and eval_mode
-    return event.context.no_grad or eval_mode
+    return event.context.no_grad or eval_mode or EVALUATES.search(function.name) is not None
+
+
+def _also_under_autocast(event: SourceEvent, others: list[SourceEvent]) -> bool:
+    """Return whether the same model also runs under autocast in the same iteration, not in another branch."""
+    sides = {guard.text: guard.holds for guard in event.context.guards}
+    same = [other for other in others if other.kind == "forward" and other.key == event.key]
+    return any(all(sides.get(guard.text, guard.holds) == guard.holds for guard in one.context.guards) for one in same)
 
 
 @functools.lru_cache(maxsize=64)  # called for every forward in a loop
-def _contents(loop: Loop) -> tuple[bool, bool]:
-    """Return whether a loop contains a backward, and whether anything in it is under autocast."""
-    events = list(events_in(loop.block))
-    return any(event.kind in BACKWARDS for event in events), any(event.context.autocasts for event in events)
+def _contents(loop: Loop) -> tuple[bool, list[SourceEvent]]:
+    """Return whether a loop contains a backward, and what in it is under autocast."""
+    events = events_in(loop.block)
+    return any(event.kind in BACKWARDS for event in events), [event for event in events if event.context.autocasts]
 
 
 def _trains(frame: Frame) -> bool:

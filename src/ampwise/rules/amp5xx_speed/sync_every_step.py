@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.questions import guard_source
+from ampwise.check.source.relevance import IN_HALF, has_any
 from ampwise.check.source.torch_names import SCALER
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -38,6 +41,9 @@ RULE = Rule(
 NEEDS = ((".backward(",), ("get_scale", ".item(", ".cpu(", "float("))
 
 OVER_PARAMETERS = LazyPattern(r"\b(named_)?parameters\(")
+OVER_LIST = LazyPattern(r"\b(param(eter)?s|param_list|params_list)\b")  # of tensors, or a dictionary of settings
+OF_A_TENSOR = frozenset(("grad", "data", "norm", "abs", "mean", "std", "var", "sum", "max", "min"))
+A_STEP = LazyPattern(r"step|iter|batch|optimi[sz]e|update|train")  # a function that is called once per step
 # Guards that distinguish parameters rather than steps.
 ABOUT_PARAMETERS = LazyPattern(r"grad|\bp\b|param|dim\b|weight|bias")
 LOGS = LazyPattern(r"^(log|log_\w+|add_scalars?|print|info|debug|set_postfix|set_postfix_str|set_description|write)$")
@@ -51,12 +57,15 @@ MANY = 4
 
 
 def check_source(code: SourceFile) -> Findings:
-    if "parameters(" not in code.script.text and "get_scale" not in code.script.text:
+    if not has_any(code.script.text, ("param", "get_scale")):
         return
     seen: set[ast.AST] = set()
     for region in code.regions:
         if not region.has(*STEP[:2]) or not region.has(*STEP[2:]):
             continue
+        start = region.trace.frame.function
+        if not has_any(start.outline.script.text, IN_HALF) or not (region.loop or A_STEP.search(start.name)):
+            continue  # training in FP32 alone, or a single step
         steps = [event for event in region.events if event.kind in STEP]
         asked = {guard for event in steps for guard in event.context.guards}
         frames = {frame for event in steps for frame in event.frame.callers()}
@@ -83,34 +92,57 @@ def _for_each_parameter(
     loops = site.context.loops
     further = loops[loops.index(region.loop) + 1 :] if region.loop in loops else loops
     if not further:
-        for node in ast.walk(site.node):
+        for node in walk(site.node):
             if isinstance(node, COMPREHENSIONS):
                 inside = node.value if isinstance(node, ast.DictComp) else node.elt
                 if _reads_each_parameter(inside, node.generators[0]):
                     yield node, node, FOR_EACH
-    elif len(further) == 1 and isinstance(loop := further[0].node, ast.For) and _reads_each_parameter(site.node, loop):
+        return
+    loop, outer = further[-1].node, further[:-1]
+    in_groups = all(isinstance(one.node, ast.For) and "param_groups" in ast.unparse(one.node.iter) for one in outer)
+    if in_groups and isinstance(loop, ast.For) and _reads_each_parameter(site.node, loop):
         yield site.node, loop, FOR_EACH
 
 
 def _reads_each_parameter(node: ast.AST, loop: ast.For | ast.comprehension) -> bool:
     """Return whether a value of each parameter, or of its gradient, is copied from the GPU."""
-    if not OVER_PARAMETERS.search(ast.unparse(loop.iter)):
+    over = ast.unparse(loop.iter)
+    certain = OVER_PARAMETERS.search(over) is not None
+    if not certain and not OVER_LIST.search(over):
         return False
-    names = {part.id for part in ast.walk(loop.target) if isinstance(part, ast.Name)}
-    for call in ast.walk(node):
+    names = {part.id for part in walk(loop.target) if isinstance(part, ast.Name)}
+    made: set[str] = set()  # norm = p.grad.norm(2), then norm.item()
+    for name, value in _tensors_made_in(loop) if isinstance(loop, ast.For) else ():
+        if any(isinstance(part, ast.Name) and part.id in names | made for part in walk(value)):
+            made.add(name)
+    for call in walk(node):
         if not isinstance(call, ast.Call):
             continue
         func = call.func
         if isinstance(func, ast.Attribute) and func.attr in ("item", "cpu", "tolist") and not call.args:
-            parts = list(ast.walk(func.value))
+            parts = list(walk(func.value))
         elif isinstance(func, ast.Name) and func.id == "float" and call.args:
-            parts = list(ast.walk(call.args[0]))
+            parts = list(walk(call.args[0]))
         else:
             continue
-        named = any(isinstance(part, ast.Name) and part.id in names for part in parts)
-        if named and not any(isinstance(part, ast.Attribute) and part.attr in KNOWN_WITHOUT_SYNC for part in parts):
+        used = {part.id for part in parts if isinstance(part, ast.Name)}
+        attributes = {part.attr for part in parts if isinstance(part, ast.Attribute)}
+        is_tensor = certain or not attributes.isdisjoint(OF_A_TENSOR) or not used.isdisjoint(made)
+        if not used.isdisjoint(names | made) and attributes.isdisjoint(KNOWN_WITHOUT_SYNC) and is_tensor:
             return True
     return False
+
+
+@functools.lru_cache(maxsize=32)  # called for every statement of a loop
+def _tensors_made_in(loop: ast.For) -> list[tuple[str, ast.expr]]:
+    """Return the names that a loop assigns, in order, with their values, as far as they may be tensors on the GPU."""
+    found = []
+    for node in walk(loop):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            attributes = {part.attr for part in walk(node.value) if isinstance(part, ast.Attribute)}
+            if attributes.isdisjoint(KNOWN_WITHOUT_SYNC | {"item", "cpu", "tolist"}) and attributes & OF_A_TENSOR:
+                found.append((node.targets[0].id, node.value))
+    return found
 
 
 def _logged_scale(site: CodeSite, guards: list[BranchGuard]) -> Iterator[tuple[ast.AST, ast.AST, str]]:
@@ -119,7 +151,7 @@ def _logged_scale(site: CodeSite, guards: list[BranchGuard]) -> Iterator[tuple[a
         return
     func = site.node.value.func
     name = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
-    nodes = list(ast.walk(site.node))
+    nodes = list(walk(site.node))
     if not LOGS.match(name) or any(isinstance(node, ast.Compare | ast.IfExp) for node in nodes):
         return
     for node in nodes:

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ampwise.check.source.call_events import ANYTHING
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.questions import guard_source
+from ampwise.finding import Findings, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.check.source.types import BranchGuard, Moment, Region, SourceEvent, SourceFile
+
+RULE = Rule(
+    code="AMP115",
+    name="nan-guard-skips-update",
+    severity=Severity.ERROR,
+    summary="A check for NaN leaves the iteration between the scaled backward and `scaler.update`.",
+    why=(
+        "The scaler lowers the loss scale only in `update()`, from the infs that `unscale_` or `step` found. A check "
+        "of the gradients that skips both hides the overflow: the scale stays too high, and every later step is "
+        "skipped as well. After `unscale_`, skipping `update()` makes the next `unscale_` raise RuntimeError. The "
+        "scaler already skips a step with inf or NaN by itself."
+    ),
+    fix="Remove the check, or call `scaler.update()` and `optimizer.zero_grad()` before leaving the iteration.",
+    bad=(
+        "scaler.unscale_(optimizer)\nnorm = clip_grad_norm_(model.parameters(), 1.0)\n"
+        "if not torch.isfinite(norm):\n    continue\nscaler.step(optimizer)\nscaler.update()"
+    ),
+    good=(
+        "scaler.unscale_(optimizer)\nnorm = clip_grad_norm_(model.parameters(), 1.0)\n"
+        "scaler.step(optimizer)  # skips the step if a gradient is not finite\nscaler.update()"
+    ),
+)
+NEEDS = (("caler",), (".backward(",), (".update(",), ("nan", "inf", "finite", "NaN", "overflow"))
+
+ASKS_FOR_NAN = LazyPattern(r"nan\b|isnan|isinf|_inf\b|\binf\b|finite|overflow|has_nan", re.IGNORECASE)
+OF_GRADIENTS = LazyPattern(r"grad(?!_acc|ient_acc)|norm", re.IGNORECASE)
+# A check for NaN, or of the norm: `if norm > limit: continue`.
+CHECKS = LazyPattern(f"{ASKS_FOR_NAN.text}|norm[^<>]*[<>]|[<>][^<>]*norm", re.IGNORECASE)
+
+
+def check_source(code: SourceFile) -> Findings:
+    for region in code.visible_regions:
+        asked: dict[BranchGuard, SourceEvent] = {}  # checks of gradients or the loss that an update is under
+        for update in region.events_of("update"):
+            for guard in region.own_guards(update):
+                if guard.boundary is None and CHECKS.search(guard_source(guard)):
+                    asked.setdefault(guard, update)
+        for guard, update in asked.items():
+            for backward, moments in region.visits("scaled backward"):
+                # Where the check fails, after this backward.
+                left = [moment for moment in moments if moment.path.decided.get(guard.text) is (not guard.holds)]
+                if guard in backward.context.guards or not left:
+                    continue
+                harm = next((harm for moment in left if (harm := _harm(moment, guard, region))), None)
+                if harm is not None and guard.test is not None:
+                    yield RULE.at(update.frame.outline.script.place(guard.test), harm)
+                    break
+
+
+def _harm(moment: Moment, guard: BranchGuard, region: Region) -> str | None:
+    """Return what the rest of the iteration leaves behind, if it has no update."""
+    if moment.opaque or any(moment.later("update", "opaque", "optimizer step")):
+        return None
+    if moment.path.ended == "break" or (moment.path.ended == "return" and region.loop is not None):
+        return None  # training ends here
+    asked = guard_source(guard)
+    unscales = [event for event in moment.later("unscale") if event.key != ANYTHING]
+    if any(guard not in event.context.guards for event in unscales):
+        return "this skips `update` after `unscale_`: the next `unscale_` raises an error"
+    if not ASKS_FOR_NAN.search(asked) or any(moment.later("scaler step")):
+        return None
+    if OF_GRADIENTS.search(asked):
+        return "this hides the overflow from the scaler: the loss scale never falls, and every step is skipped"
+    if not any([*moment.earlier("zero grad"), *moment.later("zero grad")]) and region.loop is not None:
+        return "this leaves gradients that are not finite, and the next backward adds to them"
+    return None

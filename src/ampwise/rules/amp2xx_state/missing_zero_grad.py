@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING
+
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.names import arguments_given, last_name
+from ampwise.check.source.questions import guard_source
+from ampwise.check.source.steps import BACKWARDS, STEPS
+from ampwise.finding import Findings, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.check.source.types import Region, SourceEvent, SourceFile
+
+RULE = Rule(
+    code="AMP208",
+    name="missing-zero-grad",
+    severity=Severity.ERROR,
+    summary="A training loop never clears the gradients.",
+    why=(
+        "`backward()` adds to the gradients that are there. If nothing clears them, each step applies the sum over all "
+        "batches since the start: after n steps about n times the gradient. In mixed precision one inf also stays for "
+        "ever: the scaler then skips every later step."
+    ),
+    fix="Call `optimizer.zero_grad()` before each backward, or after each step.",
+    bad=(
+        "for x, y in loader:\n    scaler.scale(loss_fn(model(x), y)).backward()\n    scaler.step(optimizer)\n"
+        "    scaler.update()"
+    ),
+    good=(
+        "for x, y in loader:\n    optimizer.zero_grad()\n    scaler.scale(loss_fn(model(x), y)).backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()"
+    ),
+)
+NEEDS = ((".backward(",), (".step(",), ("autocast", "caler", "float16", ".half("))
+
+# Ways to clear gradients other than a call of ``zero_grad``, whose place is known.
+CLEARS = LazyPattern(
+    r"(reset|clear)_?grads?\b|zero_grad\w|zero_grad\s*=|set_to_none|\.zero_\(|\.grad\s*=(?!=)|grad\.data\s*=|"
+    r"del .*\.grad"
+)
+MODE = LazyPattern(r"amp\b|scaler|fp16|half|mixed|precision", re.IGNORECASE)
+KNOWN = LazyPattern(
+    r"(^|\.)(Adam\w*|SGD\w*|RAdam|Ranger\w*|Lookahead|LAMB|Lamb|LARS|Lion|Adafactor|AdaBelief|NovoGrad)$"
+)
+
+
+def check_source(code: SourceFile) -> Findings:
+    if CLEARS.search(code.script.text):
+        return
+    called = {
+        event.node.func for event in code.events if event.kind == "zero grad" and isinstance(event.node, ast.Call)
+    }
+    if any(node.attr == "zero_grad" and node not in called for node in code.nodes(ast.Attribute)):
+        return  # in code that was not followed, or passed on as a function
+    for region in code.visible_regions:
+        loop = region.loop
+        if loop is None or not region.has(*BACKWARDS) or not region.has(*STEPS) or region.has("opaque"):
+            continue
+        cleared = [event for event in region.trace.events() if event.kind == "zero grad"]
+        if _may_clear_elsewhere(region):
+            continue
+        for step in region.events_of(*STEPS):
+            if any(not _in_another_mode(event, step) for event in cleared):
+                continue
+            if step.context.loops[-1] is loop and _is_plain_optimizer(step):
+                yield RULE.at(step.place, "no gradient is ever cleared in this loop: each step applies the sum so far")
+                break
+
+
+def _in_another_mode(clear: SourceEvent, step: SourceEvent) -> bool:
+    """Return whether the gradients are cleared only without mixed precision: in the ``else`` of ``if use_amp:``."""
+    decided = {guard.text: guard.holds for guard in step.context.guards}
+    opposite = [guard for guard in clear.context.guards if decided.get(guard.text, guard.holds) != guard.holds]
+    return any(MODE.search(guard_source(guard)) for guard in opposite)
+
+
+def _may_clear_elsewhere(region: Region) -> bool:
+    """Return whether the loop calls a function we cannot see that gets the object itself, or belongs to it."""
+    for site in region.trace.calls:
+        if region.loop not in site.context.loops or not isinstance(site.node, ast.Call):
+            continue
+        frame, func = site.context.frame, site.node.func
+        own = frame.function.self_name
+        if own is None or frame.callee(site.node) is not None:
+            continue
+        receiver = func.value if isinstance(func, ast.Attribute) else func
+        is_method = isinstance(receiver, ast.Name) and receiver.id == own
+        owner = frame.class_of(receiver) if is_method else None
+        if is_method and isinstance(func, ast.Attribute) and not (owner and frame.attribute_bindings(owner, func.attr)):
+            return True  # self.after_step(), of a base class
+        if any(isinstance(given, ast.Name) and given.id == own for given in arguments_given(site.node)):
+            return True  # callback.on_batch_end(self)
+    return False
+
+
+def _is_plain_optimizer(step: SourceEvent) -> bool:
+    """Return whether it is a well-known optimizer, or unknown: a class of someone else may clear in its ``step``."""
+    assert isinstance(step.node, ast.Call)
+    node = step.node.args[0] if step.kind == "scaler step" and step.node.args else step.receiver
+    made = [(value, frame) for value, frame in step.frame.values(node) if isinstance(value, ast.Call)]
+    names = [frame.qualified(call.func) or last_name(call.func) for call, frame in made]
+    return all(name.startswith("torch.optim.") or KNOWN.search(name) for name in names)

@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.check.source.call_events import HARMLESS, MODULE_METHODS
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
+from ampwise.check.source.outline import FunctionOutline
+from ampwise.check.source.tree_walk import walk
+from ampwise.check.source.walk import NO_GRAD
+from ampwise.finding import Findings, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.check.source.types import Frame, SourceFile
+
+RULE = Rule(
+    code="AMP320",
+    name="bypassed-wrapper",
+    severity=Severity.ERROR,
+    summary="A training forward calls the module inside DDP, FSDP or Accelerate's wrapper, not the wrapper.",
+    why=(
+        "The wrapper's own forward arms the gradient all-reduce (DDP), gathers the sharded parameters (FSDP) and "
+        "enters autocast (Accelerate). `model.module(x)` and `model.module.loss(x)` do none of that: with DDP each "
+        "rank steps on its own gradients and the weights of the ranks drift apart, without an error; with FSDP the "
+        "forward reads shards instead of weights."
+    ),
+    fix="Call the wrapped model. For another method, make the module's forward() call it.",
+    bad="model = DistributedDataParallel(model)\nloss = model.module.loss(x, y)\nloss.backward()",
+    good="model = DistributedDataParallel(model)  # forward() returns the loss\nloss = model(x, y)\nloss.backward()",
+)
+NEEDS = (
+    ("backward(",),
+    ("DistributedDataParallel", "FullyShardedDataParallel", "Accelerator"),
+)
+
+DDP, FSDP, PREPARED = "DistributedDataParallel", "FullyShardedDataParallel", "the prepared model"
+INNER = ("module", "_fsdp_wrapped_module")
+UNWRAPS = LazyPattern(r"^_?(unwrap(_(ddp|dist|distributed))?(_model)?|de_parallel|extract_model_from_parallel)$")
+NOT_TRAINED = LazyPattern(
+    r"(^|_)(ema|swa|averaged?|avg|teacher|target|frozen)(_|$)|^(self|cls)$"
+)  # not a trained wrapper
+# The script averages gradients itself.
+OWN_AVERAGE = LazyPattern(r"all_?reduce\w*\([^\n]*grad|(average|(all_?)?reduce|synchroni[sz]e)_\w*grad|sync_grad\w*\(")
+ON_PURPOSE = LazyPattern(r"sync|accum|%|is_last|boundary|micro")  # only the last micro-batch goes through the wrapper
+SUMMONS = ("summon_full_params", "unshard")  # inside, FSDP's parameters are whole
+ASSIGNMENTS = ast.Assign | ast.AnnAssign | ast.AugAssign
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
+
+
+def check_source(code: SourceFile) -> Findings:
+    frames = {function: code.frame(function) for function in code.outline.functions}
+    calls: dict[FunctionOutline, list[ast.Call]] = {}
+    wrappers: set[str] = set()  # what this file wraps models in
+    renamed: dict[tuple[FunctionOutline, str | None], ast.Assign] = {}  # parallel = DistributedDataParallel(model)
+    for call in code.nodes(ast.Call):
+        function = code.function_at(call)
+        calls.setdefault(function, []).append(call)
+        prepares = method_called(call) == "prepare" and "accelerat" in (dotted_text(call.func) or "")
+        found = _wrapper_of(call.func, frames[function]) or (PREPARED if prepares else "")
+        wrappers.add(found)
+        if found == DDP and call.args:
+            statement, inner = code.script.statement(call), dotted_text(call.args[0])
+            if isinstance(statement, ast.Assign) and dotted_text(statement.targets[0]) != inner:
+                renamed[function, inner] = statement
+    for function, own in calls.items():
+        frame = frames[function]
+        for call in own:
+            outer, method = _inner_call(call, frame)
+            if outer is None and (call.args or call.keywords) and (function, dotted_text(call.func)) in renamed:
+                statement = renamed[function, dotted_text(call.func)]
+                outer = statement.targets[0] if statement.lineno < call.lineno else None
+            name = dotted_text(outer) if outer is not None else None
+            if outer is None or name is None or NOT_TRAINED.search(name.rpartition(".")[2]):
+                continue
+            tests = _tests(call, code, frame)
+            if any(ON_PURPOSE.search(ast.unparse(test)) for test in tests):
+                continue
+            kind = _tested_wrapper(tests, frame) or next(
+                (kind for kind in (DDP, PREPARED, FSDP) if kind in wrappers), ""
+            )
+            if kind == FSDP and method in ("", "forward") and not _is_under(call, code, frame, SUMMONS):
+                what = f"calls the module inside `{name}` (FSDP), whose parameters are shards here"
+                yield RULE.at(code.script.place(call), what)
+            elif kind in (DDP, PREPARED) and not _is_under(call, code, frame, NO_GRAD):
+                end = _line_of_backward(call, function, calls, code)
+                own_average = OWN_AVERAGE.search(code.script.text)
+                if end and not own_average and not _runs_wrapper(name, call, end, own, code, frame):
+                    what = f"calls the module inside `{name}`: past {kind}, gradients are not averaged over the ranks"
+                    yield RULE.at(code.script.place(call), what)
+
+
+def _wrapper_of(node: ast.expr, frame: Frame) -> str:
+    """Return which wrapper a name is; an empty string for anything else."""
+    name = (frame.qualified(node) or "") if isinstance(node, ast.Name | ast.Attribute) else ""
+    package, last = name.partition(".")[0], name.rpartition(".")[2]
+    return last if package in ("torch", "apex", "fairscale") and last in (DDP, FSDP) else ""
+
+
+def _inner_call(call: ast.Call, frame: Frame) -> tuple[ast.expr | None, str]:
+    """Return the wrapper whose inner module a call runs, and the method; None if it runs no inner module."""
+    func = call.func
+    if not call.args and not call.keywords:
+        return None, ""
+    outer = _outer_of(func, frame)
+    if outer is None and isinstance(func, ast.Attribute) and func.attr not in MODULE_METHODS:
+        return _outer_of(func.value, frame), func.attr
+    target = frame.definition(func) if outer is None and isinstance(func, ast.Name) else None
+    if isinstance(target, FunctionOutline):  # compute_loss(model.module, batch), which calls its first parameter
+        for name, given in zip(target.params, call.args, strict=False):
+            outer = _outer_of(given, frame)
+            parts = walk(target.node) if outer is not None else ()
+            if any(isinstance(part, ast.Call) and dotted_text(part.func) == name for part in parts):
+                return outer, target.name
+        return None, ""
+    return outer, ""
+
+
+def _outer_of(node: ast.expr, frame: Frame) -> ast.expr | None:
+    """Return ``model`` for ``model.module``, ``unwrap_model(model)``, or a name that was assigned one of them."""
+    if isinstance(node, ast.Attribute) and node.attr in INNER:
+        return node.value
+    if isinstance(node, ast.Call):
+        own = frame.definition(node.func)
+        returned = [part.value for part in walk(own.node) if isinstance(part, ast.Return)] if own else []
+        unwraps = any(isinstance(value, ast.Attribute) and value.attr in INNER for value in returned)
+        is_unwrap = unwraps or (own is None and UNWRAPS.search(last_name(node.func)))
+        return node.args[0] if is_unwrap and len(node.args) == 1 else None
+    if not isinstance(node, ast.Name | ast.Attribute):
+        return None
+    for value, home in frame.values(node):
+        if isinstance(value, ast.Attribute | ast.Call) and value is not node and home.function is frame.function:
+            outer = _outer_of(value, home) if not isinstance(value, ast.Attribute) or value.attr in INNER else None
+            # After `model = model.module` at the end of the training the name is the same.
+            if outer is not None and dotted_text(outer) != dotted_text(node) and value.lineno < node.lineno:
+                return outer
+    return None
+
+
+def _tests(call: ast.Call, code: SourceFile, frame: Frame) -> list[ast.expr]:
+    """Return the tests around a call, and those that chose the name it calls."""
+    tests = [outer.test for outer, inner in _outer_nodes(call, code) if isinstance(outer, ast.If | ast.IfExp)]
+    chosen = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    if isinstance(chosen, ast.Name):
+        values = [binding.value for binding in frame.function.bindings.get(chosen.id, ())]
+        tests += [value.test for value in values if isinstance(value, ast.IfExp)]
+    return tests
+
+
+def _tested_wrapper(tests: list[ast.expr], frame: Frame) -> str:
+    """Return the wrapper that an ``isinstance`` asks for."""
+    for part in (part for test in tests for part in walk(test)):
+        if isinstance(part, ast.Call) and dotted_text(part.func) == "isinstance" and len(part.args) == 2:
+            kinds = part.args[1].elts if isinstance(part.args[1], ast.Tuple) else [part.args[1]]
+            found = [wrapper for kind in kinds if (wrapper := _wrapper_of(kind, frame))]
+            if found:
+                return found[0]
+    return ""
+
+
+def _outer_nodes(node: ast.AST, code: SourceFile) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Yield the nodes around a node in its function, each with its child on the way."""
+    parents = code.script.parents
+    while node in parents and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        yield parents[node], node
+        node = parents[node]
+
+
+def _is_under(call: ast.Call, code: SourceFile, frame: Frame, managers: tuple[str, ...]) -> bool:
+    """Whether a call is in a ``with`` of one of these, or its function is decorated by one."""
+    around = [*frame.function.decorators]
+    for outer, _ in _outer_nodes(call, code):
+        if isinstance(outer, ast.With | ast.AsyncWith):
+            around += [item.context_expr for item in outer.items]
+    for manager in around:
+        func = manager.func if isinstance(manager, ast.Call) else manager
+        if frame.qualified(func) in managers or last_name(func) in managers:
+            return True
+    return False
+
+
+def _line_of_backward(
+    call: ast.Call, function: FunctionOutline, calls: dict[FunctionOutline, list[ast.Call]], code: SourceFile
+) -> int:
+    """Return the line of the backward that the result of a call reaches, here or in a function that it is returned to.
+
+    That is 0 if there is none, and the last line of the function if the backward is in another one.
+    """
+    line, is_returned = _follow(call, function, code)
+    if line or not is_returned:
+        return line
+    callers = [(one, home) for home, own in calls.items() for one in own if last_name(one.func) == function.name]
+    return function.lines[1] if any(_follow(one, home, code)[0] for one, home in callers) else 0
+
+
+def _follow(call: ast.Call, function: FunctionOutline, code: SourceFile) -> tuple[int, bool]:
+    """Return the line of the backward that the result of a call reaches in its function, or 0; or if it is returned."""
+    first = code.script.statement(call)
+    loop = next((outer for outer, _ in _outer_nodes(call, code) if isinstance(outer, LOOPS)), None)
+    loop_end = (loop.end_lineno or 0) if loop is not None else function.lines[1]
+    simple = [node for node in walk(function.node) if isinstance(node, ast.Expr | ast.Return | ASSIGNMENTS)]
+    names: set[str | None] = set()  # those that hold the result, or what was computed from it
+    for statement in sorted(simple, key=lambda node: node.lineno):
+        if statement.lineno < first.lineno or code.function_at(statement) is not function:
+            continue
+        parts = list(walk(statement))
+        held = [part for part in parts if isinstance(part, ast.Name | ast.Attribute | ast.Subscript)]
+        loaded = {dotted_text(part) for part in held if isinstance(part.ctx, ast.Load)}
+        if statement is not first and loaded.isdisjoint(names):
+            continue
+        if any(method_called(part) == "backward" for part in parts):
+            # Beyond its loop it is a rollout's or a buffer's, and the step has a forward of its own.
+            return (statement.lineno if statement.lineno <= loop_end else 0), False
+        if isinstance(statement, ast.Return):
+            return 0, True
+        for part in held:
+            if isinstance(part.ctx, ast.Store):  # losses["kl"] = loss: also losses
+                names.add(dotted_text(part.value if isinstance(part, ast.Subscript) else part))
+            elif isinstance(part, ast.Attribute) and part.attr == "append":
+                names.add(dotted_text(part.value))
+        names.discard(None)
+    return 0, False
+
+
+def _runs_wrapper(name: str, call: ast.Call, end: int, calls: list[ast.Call], code: SourceFile, frame: Frame) -> bool:
+    """Whether the same step also calls the wrapper itself, or passes it to a function that may."""
+    around = dict(_outer_nodes(call, code))
+    loop = next((outer for outer in around if isinstance(outer, LOOPS)), None)
+    for other in calls:
+        if other is call or other.lineno > end or _wrapper_of(other.func, frame):
+            continue
+        runs = dotted_text(other.func) in (name, f"{name}.forward")
+        passes = any(dotted_text(given) == name for given in arguments_given(other))
+        if not runs and (not passes or last_name(other.func) in HARMLESS or _outer_of(other, frame) is not None):
+            continue
+        theirs = dict(_outer_nodes(other, code))
+        if loop is not None and loop not in theirs:
+            continue
+        branches = [outer for outer in around if isinstance(outer, ast.If | ast.IfExp) and outer in theirs]
+        sides = [[_is_else(outer, inner[outer]) for inner in (around, theirs)] for outer in branches]
+        if all(mine == other_side for mine, other_side in sides) and not _is_under(other, code, frame, NO_GRAD):
+            return True
+    return False
+
+
+def _is_else(outer: ast.If | ast.IfExp, inner: ast.AST) -> bool:
+    return inner in outer.orelse if isinstance(outer.orelse, list) else inner is outer.orelse

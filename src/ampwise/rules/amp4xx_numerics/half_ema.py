@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING
+
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.names import arguments_given, dotted_text, method_called
+from ampwise.check.source.precision import dtypes_of
+from ampwise.check.source.torch_names import BF16, FP16
+from ampwise.check.source.tree_walk import walk
+from ampwise.finding import Findings, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.check.source.types import Frame, SourceFile
+
+RULE = Rule(
+    code="AMP408",
+    name="half-ema",
+    severity=Severity.WARNING,
+    summary="An exponential moving average of the weights is kept in half precision.",
+    why=(
+        "An update with decay 0.999 moves an average by a thousandth of its distance to the weight. BF16 drops a "
+        "change below 0.2 % of a value, FP16 one below 0.02 %: in BF16 an average moves only where the weight is more "
+        "than twice as far, in FP16 by a quarter; with decay 0.9999 hardly anything moves at all."
+    ),
+    fix="Keep the average in FP32; cast a copy of it for evaluation or export.",
+    bad="ema = copy.deepcopy(model).to(torch.bfloat16)\nupdate_ema(ema, model, decay=0.9999)",
+    good="ema = copy.deepcopy(model).float()\nupdate_ema(ema, model, decay=0.9999)",
+)
+NEEDS = (("ema",), (".half(", "float16"))
+
+EMA = LazyPattern(r"(^|_)ema($|_|\d)", re.IGNORECASE)
+# An average that this file changes; a model that was averaged by another script may be cast.
+UPDATES = LazyPattern(
+    r"\b(update_ema|ema_update|step_ema|update_average|update_moving_average|\w*_ema_update)\(|"
+    r"\bema(_\w+)?(\.\w+)?\.(update|step|update_parameters)\(|\b\w+_ema\.(update|step|update_parameters)\(|\.lerp_\(|"
+    r"\.mul_\(\s*(self\.)?(\w*decay|beta|momentum|alpha)\b"
+)
+# Functions that use an average, or a copy of it, for something else than the next update.
+ASIDE = LazyPattern(r"eval|test|valid|infer|predict|export|save|convert|generat|sampl|bench|onnx|visual")
+CASTS = {"half": FP16, "bfloat16": BF16}
+NAMES = {FP16: "FP16", BF16: "BF16"}
+
+
+def check_source(code: SourceFile) -> Findings:
+    if not UPDATES.search(code.script.text):
+        return
+    statements: list[ast.Assign | ast.Expr] = [*code.nodes(ast.Assign), *code.nodes(ast.Expr)]
+    for statement in statements:
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        named = [name for target in targets if (name := dotted_text(target)) is not None]
+        function = code.function_at(statement)
+        cast, dtype, module = _cast_to_half(statement.value, code.frame(function))
+        if cast is None or dtype is None or ASIDE.search(function.name.lower()):
+            continue
+        source = dotted_text(module) or ""
+        average = next((name for name in named or [source] if EMA.search(name.rpartition(".")[2])), None)
+        # `half_ema = copy.deepcopy(ema).half()` is a copy for evaluation.
+        is_copy = bool(named) and source not in named and any(EMA.search(name) for name in _names_in(module))
+        if average is not None and not is_copy:
+            place = code.script.place(cast)
+            yield RULE.at(place, f"`{average}` is kept in {NAMES[dtype]}, which drops most updates of an average")
+
+
+def _cast_to_half(node: ast.expr, frame: Frame) -> tuple[ast.Call | None, str | None, ast.expr]:
+    """Return the last cast in ``deepcopy(model).half().cuda()``, its dtype, and the expression that is cast."""
+    found: ast.Call | None = None
+    dtype: str | None = None
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and frame.qualified(node.func) is None:
+        method = method_called(node)
+        if found is None and method in ("half", "bfloat16", "to", "float", "double"):
+            asked = [dtypes_of(part, frame) for part in arguments_given(node)] if method == "to" else []
+            known = frozenset().union(*[dtypes for dtypes in asked if dtypes]) & {FP16, BF16, "float32", "float64"}
+            if method != "to" or known:
+                found, dtype = node, CASTS.get(method) or next((each for each in (FP16, BF16) if known == {each}), None)
+        node = node.func.value
+    return found, dtype, node
+
+
+def _names_in(node: ast.expr) -> list[str]:
+    return [
+        part.id if isinstance(part, ast.Name) else part.attr
+        for part in walk(node)
+        if isinstance(part, ast.Name | ast.Attribute)
+    ]
