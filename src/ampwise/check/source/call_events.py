@@ -15,6 +15,12 @@ from ampwise.check.source.outline import ClassOutline
 from ampwise.check.source.torch_names import CLIPS, MODEL_NAME, OPTIMIZER, SCALER, SCHEDULER, role_of_name
 from ampwise.check.source.tree_walk import walk
 
+TENSOR_NAME = LazyPattern(  # student_logits.view(...), init_model(config)
+    r"(logits?|outputs?|outs?|loss|losses|feats?|features|preds?|probs?|embeds?|embeddings?|masks?|labels?|scores?|"
+    r"params?|parameters|config|cfg|args|name|path|dir|dict|state|weights?|inputs?)$|"
+    r"^(init|build|make|create|get|load|setup|prepare|save|compile|wrap|unwrap|register)_",
+    re.IGNORECASE,
+)
 ANYTHING = "*"  # the key of an event that may concern every scaler and optimizer
 
 # Objects whose backward(loss), step() and clip handle loss scaling themselves.
@@ -304,7 +310,8 @@ def _scaled_by(node: ast.expr, frame: Frame) -> str | None:
 
 def _is_model(node: ast.expr, frame: Frame) -> bool:
     name = (dotted_text(node) or "").removesuffix(".module")
-    named = name in frame.outline.models or MODEL_NAME.search(name.rpartition(".")[2]) is not None
+    last = name.rpartition(".")[2]
+    named = name in frame.outline.models or (MODEL_NAME.search(last) is not None and not TENSOR_NAME.search(last))
     if not named or name in ("", "self") or frame.role(node) is not None:
         return False
     return frame.qualified(node) is None and not isinstance(frame.definition(node), ClassOutline)

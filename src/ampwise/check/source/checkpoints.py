@@ -49,7 +49,6 @@ RUNS_LATER = frozenset(("partial", "submit", "apply_async", "run_in_executor", "
 SCALER_CLASS = LazyPattern(r"(Grad|Native|Loss|Amp|AMP)\w*Scaler\w*$")
 STEPS_OPTIMIZER = frozenset(("optimizer step", "scaler step", "unscale", "zero grad"))
 USES_SCALER = frozenset(("scaled backward", "scaler step", "unscale"))
-IN_A_ROW = 3  # statements from one save to the next, for both to be part of one checkpoint
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +94,7 @@ def _lacking_in(code: SourceFile) -> list[SavedCheckpoint]:
         is_judged = has_optimizer and whole and (is_complete or not may_be_saved)
         if is_judged and not has_scaler and _is_in_reach(each, users, code):
             found.append(each)
-    return _without_neighbours(found)
+    return found
 
 
 def _saved_checkpoints(code: SourceFile) -> list[SavedCheckpoint]:
@@ -107,9 +106,7 @@ def _saved_checkpoints(code: SourceFile) -> list[SavedCheckpoint]:
     ) -> None:
         where, home = reader.place(call, frame)
         display = reader.display[0]
-        known = found.setdefault(display or where, SavedCheckpoint(where, home, contents, display))
-        if known.where is display and where is not display:  # a save beside the dictionary is nearer
-            known.where, known.frame = where, home
+        known = found.setdefault(where, SavedCheckpoint(where, home, contents, display))
         known.contents = together([known.contents, contents])
         known.optimizers |= reader.optimizers
         known.traces += [trace] if trace is not None else []
@@ -206,17 +203,6 @@ def _saved_arguments(call: ast.Call, frame: Frame) -> list[ast.expr] | None:
     return None if TRACKERS.search(receiver) else given
 
 
-def _block_of(statement: ast.AST, frame: Frame) -> tuple[list[ast.stmt], int]:
-    """Return the block of a statement, and its index there."""
-    parent = frame.outline.script.parents[statement]
-    for name in ("body", "orelse", "finalbody"):
-        block = getattr(parent, name, None)
-        if isinstance(block, list) and statement in block:
-            return block, block.index(statement)
-    assert isinstance(statement, ast.stmt)
-    return [statement], 0
-
-
 def _owner(function: FunctionOutline) -> ClassOutline | None:
     return next((scope.owner for scope in function.scopes if scope.owner is not None), None)
 
@@ -227,11 +213,14 @@ def _scaler_users(code: SourceFile) -> set[ClassOutline | None]:
     own = [trace for trace in code.traces if trace.frame.outline is code.outline]
     users = {_owner(event.frame.function) for trace in own if (events := _scaler_events(trace)) for event in events}
     made = {call for call in code.nodes(ast.Call) if SCALER_CLASS.search(name_of(call.func))}
+    given_away: set[str | None] | None = None
     for target, value in code.assignments if made else ():
         for call in made.intersection(walk(value)) if value is not None else ():
             function = code.function_at(call)
             is_scaler = code.frame(function).role_of_call(call) == SCALER
-            if is_scaler and (users or _is_given_away(target, code)):
+            if is_scaler and not users and given_away is None:
+                given_away = _names_given_away(code)
+            if is_scaler and (users or dotted_text(target) in (given_away or ())):
                 users.add(_owner(function))
     return users
 
@@ -246,17 +235,17 @@ def _scaler_events(trace: CodeTrace) -> list[SourceEvent]:
     return [event for event in trace.events() if event.kind in USES_SCALER and event.key != ANYTHING]
 
 
-def _is_given_away(target: ast.expr, code: SourceFile) -> bool:
-    """Whether a scaler is called, or passed to a function that is not visible."""
-    name = dotted_text(target)
-    for call in code.nodes(ast.Call) if name is not None else ():
-        if dotted_text(call.func) == name:
-            return True
-        if any(dotted_text(part) == name for part in arguments_given(call)):
+def _names_given_away(code: SourceFile) -> set[str | None]:
+    """Return the names that are called, or passed to a function that is not visible."""
+    found: set[str | None] = set()
+    for call in code.nodes(ast.Call):
+        found.add(dotted_text(call.func))
+        given = {name for part in arguments_given(call) if (name := dotted_text(part)) is not None}
+        if not given <= found:
             callee = code.frame(code.function_at(call)).callee(call)
             if callee is None or callee[0].is_abstract:
-                return True
-    return False
+                found |= given
+    return found
 
 
 def _is_in_reach(saved: SavedCheckpoint, users: set[ClassOutline | None], code: SourceFile) -> bool:
@@ -278,16 +267,3 @@ def _unscaled_optimizers(code: SourceFile) -> set[str | None]:
     # An unseen function that gets an optimizer with a scaler may step it.
     opaque = [event.keys for event in code.events if any(role_of_name(key) == SCALER for key in event.keys)]
     return stepped - scaled - {key for keys in opaque for key in keys}
-
-
-def _without_neighbours(found: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
-    """Return the first of several saves in a row, such as those of a generator and of a discriminator."""
-    kept: list[SavedCheckpoint] = []
-    before: tuple[object, int] | None = None
-    for each in sorted(found, key=lambda one: one.where.lineno):
-        block, index = _block_of(each.frame.outline.script.statement(each.where), each.frame)
-        place = (id(block), index)
-        if each.display is not None or before is None or before[0] != place[0] or index - before[1] > IN_A_ROW:
-            kept.append(each)
-        before = place
-    return kept

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -72,6 +73,7 @@ class _Deprecated:
         self.imports = code.outline.imports
         self._found: dict[str, list[Edit] | None] = {}
         self._has_shared = False
+        self._decided: dict[ast.AST, float] = {}
         self._caught: dict[ast.Try, tuple[bool, set[ast.AST]]] = {}
 
     # -- from torch.cuda.amp import autocast ---------------------------------------------------------------
@@ -293,14 +295,22 @@ class _Deprecated:
                 orelse = [outer.orelse] if isinstance(outer, ast.IfExp) else outer.orelse
                 if self._asks_for_new_names(outer.test, orelse if inner in then else then):
                     return True
-            # if hasattr(torch, "autocast"): return torch.autocast("cuda")
-            for block in (getattr(outer, "body", ()), getattr(outer, "orelse", ())):
-                if isinstance(block, list) and inner in block:
-                    for before in block[: block.index(inner)]:
-                        returns = isinstance(before, ast.If) and isinstance(before.body[-1], ast.Return)
-                        if returns and self._asks_for_new_names(before.test, before.body):
-                            return True
+            if self._decided_at(outer) < getattr(inner, "lineno", 0):
+                return True
         return False
+
+    def _decided_at(self, outer: ast.AST) -> float:
+        """Return the first line of a block at which a torch with the new names leaves it; infinite if there is none.
+
+        So it is with ``if hasattr(torch, "autocast"): return torch.autocast("cuda")``.
+        """
+        if outer not in self._decided:
+            body = getattr(outer, "body", ())
+            tests = [each for each in body if isinstance(each, ast.If)] if isinstance(body, list) else []
+            ends = [each for each in tests if isinstance(each.body[-1], ast.Return)]
+            lines = [each.end_lineno or each.lineno for each in ends if self._asks_for_new_names(each.test, each.body)]
+            self._decided[outer] = min(lines, default=math.inf)
+        return self._decided[outer]
 
     def _asks_for_new_names(self, test: ast.expr, other_branch: Sequence[ast.AST]) -> bool:
         """Whether a test decides between the new names, in the other branch, and the deprecated ones."""

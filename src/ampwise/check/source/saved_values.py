@@ -43,6 +43,7 @@ SETTINGS = LazyPattern(
 # A function with such a name returns what its callers save.
 GIVES_STATE = LazyPattern(r"state_?dict|(^|_)states?$|checkpoint|ckpt|snapshot", re.IGNORECASE)
 GETS_STATE = LazyPattern(r"state|optim|cpu|save", re.IGNORECASE)
+WRITES = LazyPattern(r"^_?(save|write|store|dump)(_|$)", re.IGNORECASE)
 MAKES = LazyPattern(r"^_*[A-Z]|^(build|make|create|get|init|setup|prepare|wrap)")  # an object, not a loss or a count
 ITERATES = frozenset(("enumerate", "zip", "reversed", "list", "tuple", "sorted", "chain"))
 COPIES = frozenset(("copy", "items", "values", "to_dict", "_asdict", "dict", "asdict", "get"))
@@ -90,8 +91,18 @@ class SavedValueReader:
     def place(self, call: ast.expr, frame: Frame) -> tuple[ast.expr, Frame]:
         """Return the node to report, and its frame."""
         display, home = self.display
+        if display is not None and home is not None and home.function is not frame.function:
+            # save_checkpoint(checkpoint_state(model, optimizer), path): where the two are called
+            while isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Name):
+                if call.args[0].id not in frame.arguments or frame.caller is None or frame.call is None:
+                    break
+                call, frame = frame.call, frame.caller
+            called = call.args[0] if isinstance(call, ast.Call) and call.args else None
+            callee = frame.callee(called) if isinstance(called, ast.Call) else None
+            is_direct = callee is not None and callee[0] is home.function and frame.function is not home.function
+            return (call, frame) if is_direct else (display, home)
         if display is not None and home is not None:
-            return (call, frame) if home.function is frame.function else (display, home)
+            return call, frame
         if self.alone and self.owner is not None and self.owner[1] is frame:
             # def save(optimizer, path): torch.save(optimizer.state_dict(), path)
             node = self.owner[0]
@@ -339,6 +350,8 @@ class SavedValueReader:
         if name == "getattr" and len(given) > 1:
             is_open = self.holds_scaler(given[0], frame) and not isinstance(given[1], ast.Constant)
             return UNKNOWN if is_open else NOTHING
+        if WRITES.search(name):
+            return NOTHING  # best = save_experiment(model, optimizer, best): a path or a score
         target = frame.callee(call)
         is_followed = target is not None and target[0].name != "__init__"
         if not is_followed and any(isinstance(part, ast.Name) and self.holds_scaler(part, frame) for part in given):

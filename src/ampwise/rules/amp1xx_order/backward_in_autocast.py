@@ -4,8 +4,9 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.end_block import end_block_before
+from ampwise.check.source.guards import guards_of
 from ampwise.check.source.names import method_called
-from ampwise.check.source.precision import autocast_of
+from ampwise.check.source.precision import argument_of, autocast_of
 from ampwise.check.source.statement_order import LOOPS, SCOPES
 from ampwise.check.source.torch_names import AUTOCASTS
 from ampwise.check.source.tree_walk import walk
@@ -13,7 +14,7 @@ from ampwise.check.source.without_autocast import first_that_needs_autocast
 from ampwise.finding import Edit, Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import Frame, SourceEvent, SourceFile
+    from ampwise.check.source.types import AutocastContext, Frame, SourceEvent, SourceFile
     from ampwise.watch.run_events import Backward
 
 RULE = Rule(
@@ -43,7 +44,7 @@ def check_source(code: SourceFile) -> Findings:
         autocast = event.context.autocast
         if event.kind not in BACKWARDS or autocast is None or event.node in seen:
             continue
-        if autocast.known and autocast.may_be_on:
+        if autocast.known and autocast.may_be_on and not _is_off(event, autocast):
             seen.add(event.node)
             edits, fix, is_safe = _after_the_block(event, code)
             yield RULE.at(
@@ -53,6 +54,15 @@ def check_source(code: SourceFile) -> Findings:
                 edits=edits,
                 safe=is_safe,
             )
+
+
+def _is_off(event: SourceEvent, autocast: AutocastContext) -> bool:
+    """Return whether the branch of the backward is the one in which ``autocast(enabled=use_amp)`` is disabled."""
+    enabled = argument_of(autocast.node, "enabled") if isinstance(autocast.node, ast.Call) else None
+    if enabled is None:
+        return False
+    needed = {guard.text: guard.holds for guard in guards_of(enabled, event.frame)[0]}
+    return any(needed.get(guard.text, guard.holds) != guard.holds for guard in event.context.guards)
 
 
 def _after_the_block(event: SourceEvent, code: SourceFile) -> tuple[tuple[Edit, ...], str | None, bool]:

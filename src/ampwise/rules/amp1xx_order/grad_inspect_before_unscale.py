@@ -52,11 +52,11 @@ SCALE = LazyPattern(r"scale(?!r)|scaling", re.IGNORECASE)
 
 def check_source(code: SourceFile) -> Findings:
     for region in code.regions:
-        reported: set[FunctionOutline] = set()
+        reported: set[tuple[FunctionOutline, ast.expr]] = set()  # a function once for each backward
         for read, moments in region.visits("grad read"):
             scaled = surely_scaled(moments) or _scaled_unless_clipped(moments)
             function = read.frame.function
-            if not scaled or function in reported:
+            if not scaled or (function, scaled[0].backward.node) in reported:
                 continue
             # Does it compute a number from a parameter's gradient? `torch.autograd.grad(...)` is not one.
             name = method_called(read.node) or getattr(getattr(read.node, "func", None), "id", "")
@@ -67,8 +67,8 @@ def check_source(code: SourceFile) -> Findings:
             # A norm that is part of a manual clip: the clip is the mistake, and AMP101 reports it.
             clips = [clip for moment in scaled for clip in moment.later("clip") if clip.frame.function is function]
             if all(isinstance(clip.node, ast.Call) and "clip_grad" in ast.unparse(clip.node.func) for clip in clips):
-                reported.add(function)
                 backward = scaled[0].backward
+                reported.add((function, backward.node))
                 yield RULE.at(
                     read.place, f"these gradients are still multiplied by the loss scale from {backward.spot(read)}"
                 )

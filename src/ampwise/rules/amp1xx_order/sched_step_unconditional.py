@@ -90,7 +90,8 @@ def _counts_iterations(move: SourceEvent, code: SourceFile) -> bool:
     """Return whether ``scheduler.step()`` is a learning rate's, and counts calls itself."""
     assert isinstance(move.node, ast.Call)
     # `step(epoch + i / n)` sets a position and `step(loss)` a plateau.
-    has_arguments = bool(move.node.args or move.node.keywords)
+    flags = [word for word in move.node.keywords if isinstance(word.value, ast.Constant)]  # step(skip_optimizer=True)
+    has_arguments = bool(move.node.args) or len(flags) < len(move.node.keywords)
     finds_lr = any(LR_FINDER.search(frame.function.name) for frame in move.frame.callers())
     name = last_name(move.receiver)
     if has_arguments or finds_lr or NOT_LR.search(name):

@@ -5,13 +5,13 @@ import re
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import arguments_given, last_name
+from ampwise.check.source.names import arguments_given, last_name, method_called
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.steps import BACKWARDS, STEPS
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import Region, SourceEvent, SourceFile
+    from ampwise.check.source.types import Loop, Region, SourceEvent, SourceFile
 
 RULE = Rule(
     code="AMP208",
@@ -64,7 +64,7 @@ def check_source(code: SourceFile) -> Findings:
         for step in region.events_of(*STEPS):
             if any(not _in_another_mode(event, step) for event in cleared):
                 continue
-            if step.context.loops[-1] is loop and _is_plain_optimizer(step):
+            if step.context.loops[-1] is loop and _is_plain_optimizer(step) and not _is_made_in(loop, step):
                 yield RULE.at(step.place, "no gradient is ever cleared in this loop: each step applies the sum so far")
                 break
 
@@ -93,6 +93,16 @@ def _may_clear_elsewhere(region: Region) -> bool:
         if any(isinstance(given, ast.Name) and given.id == own for given in arguments_given(site.node)):
             return True  # callback.on_batch_end(self)
     return False
+
+
+def _is_made_in(loop: Loop, step: SourceEvent) -> bool:
+    """Return whether each pass makes an optimizer of its own for new tensors, which have no gradient yet."""
+    assert isinstance(step.node, ast.Call)
+    node = step.node.args[0] if step.kind == "scaler step" and step.node.args else step.receiver
+    made = [value for value, _ in step.frame.values(node) if isinstance(value, ast.Call)]
+    inside = [call for call in made if loop.node.lineno <= call.lineno <= (loop.node.end_lineno or 0)]
+    given = [call.args[0] for call in inside if call.args]
+    return bool(given) and not any(method_called(part) in ("parameters", "named_parameters") for part in given)
 
 
 def _is_plain_optimizer(step: SourceEvent) -> bool:

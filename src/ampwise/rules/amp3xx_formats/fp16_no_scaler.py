@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.cases import cases_of, conditions_at, denies, joined
 from ampwise.check.source.events import EventKind
 from ampwise.check.source.half_models import half_by_default, half_models_run, half_optimizers
+from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.modes import NONE, OFF, dtype_in, modes_of
 from ampwise.check.source.names import arguments_given, last_name
@@ -43,6 +45,7 @@ RULE = Rule(
 )
 NEEDS = (("autocast", ".half(", "float16", "torch.half", "fpSixteen"), (".backward(",))
 
+ABOUT_DTYPE = LazyPattern(r"dtype|precision|float|bf16", re.IGNORECASE)
 POLICIES = ("MixedPrecision", "MixedPrecisionPolicy")  # of FSDP
 
 
@@ -51,12 +54,16 @@ def check_source(code: SourceFile) -> Findings:
         return
     reported: set[ast.AST] = set()
     for mode in modes_of(code):
-        if mode.autocast.dtype != FP16 or mode.autocast.device == "cpu" or denies(mode.given, FP16):
-            continue
         scaler = mode.scaler
+        # `autocast()` is FP16 whatever the option says by which the scaler is disabled.
+        is_fixed = scaler.state == OFF and not any(map(ABOUT_DTYPE.search, mode.autocast.given))
+        asked = mode.autocast.given if is_fixed else mode.given
+        if mode.autocast.dtype != FP16 or mode.autocast.device == "cpu" or denies(asked, FP16):
+            continue
         if scaler.state == OFF and scaler.node is not None and scaler.frame is not None:
             # What switches the scaler off must be what makes autocast FP16; another option is the user's choice.
-            apart = scaler.given.keys() - mode.autocast.given.keys()
+            others = scaler.given.keys() - mode.autocast.given.keys()
+            apart = [name for name in others if not (is_fixed and ABOUT_DTYPE.search(name))]
             if not apart and scaler.node not in reported and scaler.frame.outline is code.outline:
                 reported.add(scaler.node)
                 place = code.script.place(scaler.node)

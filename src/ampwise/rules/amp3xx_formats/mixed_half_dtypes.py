@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.events import EventKind
 from ampwise.check.source.half_models import half_models
 from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.line_references import spot
 from ampwise.check.source.modes import NO_AUTOCAST, autocasts_in, modes_of
 from ampwise.check.source.steps import BACKWARDS, STEPS
 from ampwise.check.source.torch_names import BF16, FP16
@@ -73,9 +74,10 @@ def _evaluated_in_another(code: SourceFile, reported: set[object]) -> Findings:
         here = {one.dtype for one in autocasts_in(event.context)} - {NO_AUTOCAST}
         if len(here) == 1 and here | {dtype} == {FP16, BF16} and autocast.node not in reported:
             reported.add(autocast.node)
-            line = forward.spot(event)
+            place = autocast.frame.outline.script.place(autocast.node)
+            line = spot(forward.node, forward.frame, place)
             message = f"evaluated in {here.pop()}, but trained in {dtype} ({line})"
-            yield RULE.at(autocast.frame.outline.script.place(autocast.node), message)
+            yield RULE.at(place, message)
 
 
 def _forwards(region: Region) -> Forwards:
