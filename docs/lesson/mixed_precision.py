@@ -540,7 +540,7 @@ def gradients(model, x, y, dtype=None, scale=1.0):
     model.zero_grad()
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         loss = loss_of(model, x, y)
-    (loss * scale).backward()
+    (loss * scale).backward()  # noqa: AMP308
     for hook in hooks:
         hook.remove()
     weights = {

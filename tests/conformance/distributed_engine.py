@@ -283,7 +283,7 @@ def resume(wrapper, precision, after, weighed=False):
 
     unbroken, first = feed(run(), range(9)), feed(run(), range(after))
     file = io.BytesIO()
-    torch.save([first.model.state_dict(), first.optimizer.state_dict(), first.engine.state_dict()], file)
+    torch.save([first.model.state_dict(), first.optimizer.state_dict(), first.engine.state_dict()], file)  # noqa: AMP204
     file.seek(0)
     second = run()
     with torch.serialization.safe_globals([DTensor]):

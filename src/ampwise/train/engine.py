@@ -833,7 +833,7 @@ class Engine:
         syncing = self._ranks.gradient_sync(self._accumulator) if self._ranks.distributed else NO_CONTEXT
         try:
             with syncing, self._contexts.backward():
-                self.scaler.scale(share).backward(**kwargs)
+                self.scaler.scale(share).backward(**kwargs)  # noqa: AMP205 (the share is the loss over their number)
         except BaseException as error:
             self._drop_window()
             if "backward through the graph a second time" in str(error):

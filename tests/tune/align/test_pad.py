@@ -158,7 +158,7 @@ def test_copies_are_padded_models_of_their_own(kind):
     model, padded, _ = pair(made(kind), **options_for(kind))
     for twin in (copy.deepcopy(padded), reloaded(padded)):
         x = given_to(model)
-        assert torch.equal(twin(x), padded(x))
+        assert torch.equal(twin(x), padded(x))  # noqa: AMP501
         nn.init.zeros_(next(twin.parameters()))
         assert next(padded.parameters()).any()
 

@@ -165,6 +165,8 @@ class EventRecogniser:
             return (self._backward(node, node.args[0], context), False) if node.args else None
         if not isinstance(func, ast.Attribute) or frame.callee(node) is not None:
             return None
+        if isinstance(frame.outline.script.parents.get(node), ast.withitem):
+            return None  # with contexts.backward(): the context for one
         owner = last_name(func.value)
         handles_scaling = owner in ("self", "model", "optimizer", "amp") or FRAMEWORK_NAME.search(owner)
         if handles_scaling or frame.role(func.value) is not None:  # engine.backward(loss), optimizer.backward(loss)

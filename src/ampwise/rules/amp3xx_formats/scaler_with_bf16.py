@@ -103,7 +103,14 @@ def _steps_unseen(code: SourceFile, seen: set[ast.Call | None]) -> Findings:
     for made in scalers_made(code):
         if made.node in seen:
             continue
-        autocasts = [autocast for region in code.regions for autocast in region.autocasts]
+        traces = {id(trace) for _, trace in made.contexts}
+        owners = {context.frame.function.owner for context, _ in made.contexts} - {None}
+        near = [
+            region
+            for region in code.regions
+            if id(region.trace) in traces or any(event.frame.function.owner in owners for event in region.events)
+        ]
+        autocasts = [autocast for region in near for autocast in region.autocasts]
         surely = all(autocast.known and autocast.is_surely(BF16) for autocast in autocasts)
         if not autocasts or not surely:
             continue

@@ -338,7 +338,7 @@ class GradScaler(torch.amp.GradScaler):
             if not (args or kwargs) or not has_closure(args, kwargs):
                 checked = self._check_without_scale(entry)
             if checked is None:
-                result = optimizer.step(*args, **kwargs)
+                result = optimizer.step(*args, **kwargs)  # noqa: AMP109
                 self._unchecked_steps += 1
                 self._last = entry.result = StepResult(None, skipped_on_host=False)
             else:

@@ -88,7 +88,7 @@ def take_step(
             return None, True
     if not on_device:
         checked.unscale_and_clip_()
-        return optimizer.step(*args, **kwargs), skipped
+        return optimizer.step(*args, **kwargs), skipped  # noqa: AMP109
     # A fused optimizer's kernel divides the gradients by grad_scale, and does nothing if found_inf is 1.
     of_the_user = getattr(optimizer, "grad_scale", None)
     grad_scale = decision.grad_scale if checked.scaled or checked.max_norm != NO_CLIPPING else None
@@ -101,7 +101,7 @@ def take_step(
     if init_group is not None:
         optimizer._init_group = init_group
     try:
-        return optimizer.step(*args, **kwargs), skipped
+        return optimizer.step(*args, **kwargs), skipped  # noqa: AMP109
     finally:  # else they would affect the next step too
         del optimizer.grad_scale, optimizer.found_inf
         if init_group is not None:
