@@ -1706,7 +1706,7 @@ model, optimizer, scaler = parts()
 first_skips = steps(model, optimizer, scaler, 20)
 incomplete, complete = io.BytesIO(), io.BytesIO()
 saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-torch.save(saved, incomplete)  # noqa: AMP204
+torch.save(saved, incomplete)
 torch.save({**saved, "scaler": scaler.state_dict()}, complete)
 steps(model, optimizer, scaler, 20)
 unbroken = flat(model)

@@ -50,6 +50,7 @@ from torch.nn.utils import clip_grad_norm_
 
 scaler = torch.amp.GradScaler("cuda")
 for x in loader:
+    optimizer.zero_grad()
     with torch.autocast("cuda", dtype=torch.float16):
         loss = model(x).sum()
     scaler.scale(loss).backward()
@@ -167,7 +168,7 @@ def test_check_says_what_is_wrong_and_writes_nothing(project):
     assert not is_error
     assert "left_out" not in answer
     assert [(each["code"], each["file"], each["line"], each["fixable"]) for each in answer["findings"]] == [
-        ("AMP101", "train.py", 9, "yes")
+        ("AMP101", "train.py", 10, "yes")
     ]
     assert (project / "train.py").read_text() == BAD
 

@@ -142,7 +142,7 @@ def test_sinks_that_fail_and_hang_are_events_of_the_run_and_nothing_else(script,
     assert done.stderr.count("sink-failed: the sink `slow` was still busy when the run ended") == 1
     run = Run.read(tmp_path / "first")
     assert [event.name for event in run.events] == ["sink-failed"] * 2
-    assert codes(run)[:2] == ["AMP901", "AMP101"]  # errors come first, and of these the cause
+    assert codes(run)[:2] == ["AMP917", "AMP101"]  # errors come first, and of these the cause
     assert (run.manifest["status"], run.manifest["exit_code"]) == ("finished", 3)
     assert len([row for row in lines(tmp_path / "m.jsonl") if "ampwise/skipped" in row]) == 12
 

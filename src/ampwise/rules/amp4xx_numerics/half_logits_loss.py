@@ -47,7 +47,7 @@ def check_source(code: SourceFile) -> Findings:
         else:
             name, tensor = torch_operation(call, context.frame) or ("", None)
             tensor = tensor if name in FUNCTIONS and argument_of(call, "dtype") is None else None
-        if tensor is None:
+        if tensor is None or isinstance(tensor, ast.BinOp):  # log(p + 1e-8) is AMP404's
             continue
         dtype = tensor_dtypes(code).dtype(tensor, context)
         if dtype in (HALF, LIKELY_HALF, BF16):  # BF16 only if it is certain: many models upcast their scores
