@@ -148,7 +148,7 @@ def test_the_broken_example_has_one(warm, tmp_path):
     clip = by_code.pop("AMP101")
     assert applied(clip.diff, text).replace("        scaler.unscale_(optimizer)\n", "", 1) == text
     assert not linted(applied(clip.diff, text), "AMP101")
-    assert not by_code["AMP501"].diff, "what the linter cannot mend has no diff"
+    assert not by_code["AMP501"].diff, "what the linter cannot fix has no diff"
 
 
 def test_one_of_the_linters_goes_to_one_finding_and_first_to_its_line(tmp_path):
@@ -161,8 +161,8 @@ def test_one_of_the_linters_goes_to_one_finding_and_first_to_its_line(tmp_path):
     add_diffs(seen, str(tmp_path), time.time() + 60)
     assert [bool(each.diff) for each in seen] == [True, False, True]
     assert "2.0" in "".join(seen[0].diff.split("@@")[2:])
-    mended = applied(seen[2].diff, path.read_text())
-    assert mended.index("unscale_") < mended.index("1.0,")
+    fixed = applied(seen[2].diff, path.read_text())
+    assert fixed.index("unscale_") < fixed.index("1.0,")
 
 
 def test_a_line_off_is_still_in_the_loop_and_one_outside_is_not(tmp_path):
@@ -215,7 +215,7 @@ def test_a_clip_in_another_file_than_the_loop(warm, tmp_path):
     warm.run("-m", "ampwise", "run", "-q", "-o", "run", "train.py", cwd=tmp_path).check_returncode()
     (seen,) = [each for each in Run.read(tmp_path / "run").findings if each.finding.rule.code == "AMP101"]
     assert seen.finding.place.file.endswith("clipping.py")
-    assert seen.diff == "", "the linter mends no call whose scaler is another file's"
+    assert seen.diff == "", "the linter fixes no call whose scaler is another file's"
 
 
 def test_there_is_an_end_to_the_time(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""A script that guards itself against NaN is told where it comes from, although no step follows."""
+"""A script that guards itself against NaN learns where it comes from, although no step follows."""
 
 import math
 import warnings

@@ -1,4 +1,4 @@
-"""Bad steps in a row: a scaler's search is ordinary, what no lower scale mends is not."""
+"""Bad steps in a row: a scaler's search is ordinary, what no lower scale cures is not."""
 
 import itertools
 import math

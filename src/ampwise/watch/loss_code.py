@@ -246,7 +246,7 @@ def _slice(code: CodeType, instruction: int, model_line: int, wanted: _Parameter
     reader = _Reader(own, model_line, {} if own is None or cls is None else _attributes_set(cls))
     body = reader.statements_before(root, chain, needed, result)
     module = ast.fix_missing_locations(ast.Module(body=body, type_ignores=[]))
-    if any(isinstance(node, NEEDS_ITS_FUNCTION) or _is_super(node) for node in ast.walk(module)):
+    if any(isinstance(node, NEEDS_ITS_FUNCTION) or _needs_its_class(node) for node in ast.walk(module)):
         return None
     names = {name.partition(".")[0] if name.startswith("self.") else name for name in needed}
     if own is not None and "self" in names:
@@ -259,7 +259,7 @@ def _slice(code: CodeType, instruction: int, model_line: int, wanted: _Parameter
     return Slice(compiled, tuple(sorted(names)), parameters, own, tuple(attributes))
 
 
-def _is_super(node: ast.AST) -> bool:
+def _needs_its_class(node: ast.AST) -> bool:
     """Return whether a node works only inside of its class: ``super()``, or a name that Python mangles."""
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id == "super"

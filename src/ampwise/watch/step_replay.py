@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -338,7 +339,6 @@ def _explain_loss(loss: KeptLoss, calls: Sequence[ModelCall], step: StepToReplay
         return None
     if not all(map(_is_finite, loss.code.computed())):
         return None  # the bad value arose earlier
-    scale = step.scale or 1.0
 
     def run(settings: ReplaySettings) -> Any:
         restore_random(first.random, first.device)
@@ -350,31 +350,51 @@ def _explain_loss(loss: KeptLoss, calls: Sequence[ModelCall], step: StepToReplay
                 (found * settings.scale if settings.scale != 1 else found).sum().backward()
         return found
 
+    try:
+        failure = _diagnosis(run, first, calls, step, batch=loss.code.batch(), touched=loss.code.objects())
+    except Exception:  # the statements do not run on their own
+        return None
+    return None if failure is None else _Result(findings_about(failure), call=first)
+
+
+def _diagnosis(
+    run: Callable[[ReplaySettings], Any],
+    first: ModelCall,
+    calls: Sequence[ModelCall],
+    step: StepToReplay,
+    *,
+    batch: Mapping[str, Tensor] = MappingProxyType({}),
+    touched: Sequence[Any] = (),
+    remarks: tuple[str, ...] = (),
+) -> Failure | None:
+    """Replay and diagnose a bad step; None if it is finite, or would be without the loss scale.
+
+    run: runs it again, with the random state of each call. first: the call that it begins with.
+    """
+    scale = step.scale or 1.0
     subject = ReplayStep(
         run=run,
         device=first.device,
         models=list(dict.fromkeys(_eager(call.model) for call in calls)),
-        batch={**_batch(calls), **loss.code.batch()},
+        batch={**_batch(calls), **batch},
         precision=first.precision,
         scale=scale,
+        random=None,
         loss=step.loss if step.may_be_ordinary else None,
         step=step.number,
         optimizers=step.optimizers,
-        touched=loss.code.objects(),
-        remarks=(COMPILED,) if any(call.compiled for call in calls) else (),
+        touched=touched,
+        remarks=(*remarks, COMPILED) if any(call.compiled for call in calls) else remarks,
     )
-    try:
-        with Replay(subject) as replay:
-            if replay.plain(ReplaySettings(scale=scale)).finite:
-                return None
-        failure = diagnose(subject)
-    except Exception:  # the statements do not run on their own
-        return None
+    with Replay(subject) as replay:
+        if replay.plain(ReplaySettings(scale=scale)).finite:
+            return None
+    failure = diagnose(subject)
     if failure is None or failure.not_reproduced:
         return None
     if is_multi_rank():
-        failure = failure.but(rank=torch.distributed.get_rank(), ranks=torch.distributed.get_world_size())
-    return _Result(findings_about(failure), call=first)
+        return failure.but(rank=torch.distributed.get_rank(), ranks=torch.distributed.get_world_size())
+    return failure
 
 
 def _finite_gradients(call: ModelCall) -> dict[int, list[Tensor]]:
@@ -395,31 +415,12 @@ def _batch(calls: Sequence[ModelCall]) -> dict[str, Tensor]:
 
 def _failure(again: CallReplay, step: StepToReplay, *, backward: bool) -> Failure | None:
     """Replay the calls. Return None if they are finite, or would be without the loss scale."""
-    calls, scale = again.calls, again.scale
-    remarks = () if backward else (MODEL_ALONE,)
-    subject = ReplayStep(
-        run=again,
-        device=calls[0].device,
-        models=list(dict.fromkeys(_eager(call.model) for call in calls)),
-        batch=_batch(calls),
-        precision=calls[0].precision,
-        scale=scale,
-        random=None,  # each call restores its own
-        loss=step.loss if step.may_be_ordinary else None,
-        step=step.number,
-        optimizers=step.optimizers,
-        remarks=(*remarks, COMPILED) if any(call.compiled for call in calls) else remarks,
-    )
-    with Replay(subject) as replay:
-        if replay.plain(ReplaySettings(scale=scale)).finite:
-            return None
-    failure = diagnose(subject)
-    if failure is None or failure.not_reproduced:
+    calls = again.calls
+    failure = _diagnosis(again, calls[0], calls, step, remarks=() if backward else (MODEL_ALONE,))
+    if failure is None:
         return None
     if not backward and any(trial.finite for trial in failure.trials):
         failure = failure.but(remarks=(*failure.remarks, MEAN))
-    if is_multi_rank():
-        failure = failure.but(rank=torch.distributed.get_rank(), ranks=torch.distributed.get_world_size())
     called_at, source = (again.culprit or calls[0]).site, failure.source
     return failure.but(
         # The replay returned the model's output, while the run saw the step's loss.

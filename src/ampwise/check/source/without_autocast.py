@@ -11,7 +11,7 @@ from ampwise.check.source.statement_order import SCOPES
 from ampwise.check.source.torch_names import CLIPS
 from ampwise.check.source.tree_walk import walk
 
-# Autocast changes matrix products, losses, and functions such as sum, norm, exp, log and pow. These are none of them.
+# Autocast changes matmuls, losses, and functions such as sum, norm, exp, log and pow. These are none of them.
 STEP_CALLS = (
     frozenset("backward step update unscale_ zero_grad scale get_scale get_last_lr param_groups".split()) | CLIPS
 )

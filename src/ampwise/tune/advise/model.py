@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 from ampwise.errors import BadInput
 from ampwise.hardware.target import gib_text
@@ -118,7 +119,7 @@ def parse_count(text: str | float) -> int:
     (7000000000, 124000000, 1300000000, 25600000)
     """
     match = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([kmbgt]?)", str(text).strip().lower())
-    count = float(re.sub("[_,]", "", match[1])) * SIZES[match[2]] if match else 0.0
-    if match is None or not 1 <= count <= MOST or abs(count - round(count)) > 1e-6:
+    count = Decimal(re.sub("[_,]", "", match[1])) * SIZES[match[2]] if match else Decimal(0)
+    if not 1 <= count <= MOST or count != int(count):
         raise BadInput(f"--params {str(text)[:80]}: expected a number of parameters, such as 124M, 7B or 1.3e9.")
-    return round(count)
+    return int(count)
