@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import ampwise
 from ampwise import Engine
+from ampwise.hardware.kernel_faults import faults_here
 
 pytestmark = pytest.mark.gpu
 
@@ -112,3 +113,38 @@ def test_the_engines_step_does_not_wait_but_for_the_step_before():
             engine.step(loss, x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class MaskedAttention(nn.Module):
+    """All logits near -120, as a head with massive activations has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(1, 1, 704, 64) * 0.1)
+
+    def forward(self, key, value, mask):
+        query = torch.cat([torch.ones_like(self.query[..., :1]), self.query[..., 1:]], -1)
+        return F.scaled_dot_product_attention(*(each.bfloat16() for each in (query, key, value)), mask)
+
+
+@pytest.mark.skipif(not faults_here(), reason="this torch has no known bug on this GPU")
+def test_a_known_bug_of_cudnns_attention_is_the_kernels():
+    torch.manual_seed(0)
+    model = MaskedAttention().cuda()
+    key, value = torch.randn(2, 1, 1, 704, 64, device="cuda").unbind()
+    key[..., 0] = -120 * 8
+    mask = torch.ones(704, 704, dtype=torch.bool, device="cuda").tril()
+    weights = torch.randn(1, 1, 704, 64, device="cuda")
+
+    def loss(key, value):
+        return (model(key, value, mask).float() * weights).mean()
+
+    (finding,) = ampwise.trace(loss, key, value)
+    assert finding.rule.name == "kernel-fault"
+    assert "https://github.com/pytorch/pytorch/issues/196678" in finding.message
+    assert "enable_cudnn_sdp(False)" in finding.fix
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        assert ampwise.trace(loss, key, value) == []
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)

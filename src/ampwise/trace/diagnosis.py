@@ -16,6 +16,7 @@ from ampwise.finding import Finding
 from ampwise.finding.registry import run_checks
 from ampwise.numbers.op_families import base_name, family_of, is_collective
 from ampwise.trace.failure import BadTensor, Failure, OptimizerFacts, Origin, RoundedLiteral
+from ampwise.trace.kernels import try_other_kernels
 from ampwise.trace.op_inspection import InspectMode, values_of
 from ampwise.trace.ranks import RankGroup
 from ampwise.trace.recorder import RecordedOp, TensorRead, dtype_name, storage_id
@@ -73,7 +74,9 @@ def diagnose_recorded(replay: Replay, taped: RecordedReplay, together: RankGroup
     if diagnosis is None:
         return None
     failure = diagnosis.failure(seen)
-    return failure if together.in_step else failure.but(trials=try_remedies(replay, failure))
+    if together.in_step:
+        return failure
+    return failure.but(trials=try_other_kernels(replay, failure) or try_remedies(replay, failure))
 
 
 def _merge_ranks(failure: Failure | None, together: RankGroup) -> Failure:

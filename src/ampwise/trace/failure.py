@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "BadTensor", "Failure", "FixTrial", "OptimizerFacts", "Origin", "RoundedLiteral", "TensorSummary"]
 
 LARGEST_LR = 1e3
+FP16_MAX = 65504.0
 FP32_MAX = math.ldexp(2 - 2**-23, 127)
 NAMED_GRADIENTS = 10  # names in the evidence; there is also a count
 NARROW = ("fp16", "fp8_e4m3", "fp8_e4m3fn", "fp8_e5m2")  # formats with a smaller range than FP32
@@ -126,6 +127,19 @@ class Origin:
     def is_narrow(self) -> bool:
         """Whether the format of its result has a smaller range than FP32."""
         return self.dtype in NARROW
+
+    @property
+    def may_be_kernel_fault(self) -> bool:
+        """Whether its inputs are finite, and nothing is known to keep its result from being finite in its format."""
+        for each in self.inputs:
+            counts = each.special
+            if counts.get("NaN") or counts.get("inf") or (counts.get("-inf") and each.name not in MASKS):
+                return False
+        excused = self.by_hand or self.zero_divisors or self.outside_domain or self.masked_rows
+        fits = self.exact in ("finite", None) and (self.exact_largest or 0.0) <= (
+            FP16_MAX if self.dtype == "fp16" else FP32_MAX
+        )
+        return bool(self.inputs) and not excused and fits
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -238,7 +252,10 @@ KINDS = (
     "swallowed-infinity",
     "cancelled-infinities",
     "unstable-loss",
+    "kernel-fault",
 )
+KERNEL = "kernel"  # the change of a trial with another kernel
+MASKS = ("attn_bias", "attn_mask")  # arguments that may be -inf
 # Operation families with a single failure kind, unless FP64 is finite.
 FIXED = {"normalisation": "division-by-zero", "determinant": "outside-domain", "loss": "unstable-loss"}
 PARTIAL_DOMAIN = ("logarithm", "gamma", "root", "power", "arc")
@@ -341,6 +358,8 @@ class Failure:
         assert origin is not None
         if is_collective(origin.op):
             return "from-another-rank"
+        if any(trial.change == KERNEL and trial.finite for trial in self.trials):
+            return "kernel-fault"
         return "swallowed-infinity" if self.swallowed else self._kind_of_origin(origin)
 
     def _kind_of_origin(self, origin: Origin) -> str:

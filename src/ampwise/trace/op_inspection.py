@@ -13,13 +13,14 @@ from torch.utils._pytree import tree_map
 
 from ampwise.numbers.census.measure import census
 from ampwise.numbers.op_families import base_name, is_collective
-from ampwise.trace.failure import TensorSummary
+from ampwise.trace.failure import MASKS, TensorSummary
 from ampwise.trace.recorder import UndoMode, dtype_name, result_tensors, tensors_in
 from ampwise.trace.value_ranges import local_shard, readable_values
 
 __all__ = ["InspectMode", "values_of"]
 
 MAX_VALUES_IN_FP64 = 2**22  # up to here an operation is recomputed whole in FP64, above only some of its bad results
+MAX_SCORES_IN_FP64 = 2**24  # attention's logits
 CHUNK_VALUES = 2**24  # values of a large tensor to copy at a time
 MAX_BAD_RESULTS = 64  # bad results to recompute
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
@@ -69,18 +70,24 @@ class InspectMode(UndoMode):
 def _inspect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Run an operation; inspect its inputs before it may overwrite them, and its results after."""
     name, schema_names = base_name(str(func)), [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(schema_names, args, strict=False)), **kwargs}
+    is_attention = name.startswith("scaled_dot_product")
     seen: dict[str, Any] = {
         "inputs": tuple(
             values_of(tensor, argument)
-            for argument, given in (*zip(schema_names, args, strict=False), *kwargs.items())
-            for tensor in tensors_in((given,))
+            for argument, each in given.items()
+            for tensor in tensors_in((each,))
             if tensor.is_floating_point()
         ),
-        **_invalid_arguments(name, args),
+        **(_masked_rows(given) if is_attention else _invalid_arguments(name, args)),
     }
     can_rerun = not is_collective(str(func))  # other ranks do not run a collective again
     size = sum(tensor.numel() for tensor in tensors_in((*args, *kwargs.values())))
-    wide = _all_in_fp64(func, args, kwargs) if can_rerun and size <= MAX_VALUES_IN_FP64 else []
+    wide = []
+    if is_attention:
+        wide = _attention_in_fp64(given)
+    elif can_rerun and size <= MAX_VALUES_IN_FP64:
+        wide = _all_in_fp64(func, args, kwargs)
     result = func(*args, **kwargs)
     made = result_tensors(result)
     if not made:
@@ -91,8 +98,10 @@ def _inspect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
             worst = at
             break
     seen["output"] = values_of(made[worst])
-    exact = wide[worst] if len(wide) == len(made) and wide[worst].is_floating_point() else None
-    if can_rerun and exact is None:
+    exact = None
+    if worst < len(wide) and (is_attention or len(wide) == len(made)) and wide[worst].is_floating_point():
+        exact = wide[worst]
+    if can_rerun and exact is None and not is_attention:
         exact = _some_in_fp64(func, name, args, made[worst])
     if exact is not None:
         if exact.numel() == 0 or exact.isnan().any():
@@ -142,6 +151,31 @@ def _widened(each: Any) -> Any:
     return torch.float64 if each in NARROW else each
 
 
+def _attention_in_fp64(given: Mapping[str, Any]) -> list[Tensor]:
+    """Return attention's output, or the gradients of query, key and value; none if it drops out or does not fit."""
+    query, key, value = (given[name].detach() for name in ("query", "key", "value"))
+    scores = math.prod(query.shape[:-1]) * key.shape[-2]
+    if given.get("dropout_p") or scores > MAX_SCORES_IN_FP64 or query.dim() != 4:
+        return []
+    wide = [each.double().repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (query, key, value)]
+    query, key, value = wide
+    scale = given.get("scale") or 1 / math.sqrt(query.shape[-1])
+    logits = query @ key.transpose(-1, -2) * scale
+    mask = next((given[name] for name in MASKS if isinstance(given.get(name), Tensor)), None)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask.double()
+    if given.get("is_causal"):
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -math.inf)
+    weights = logits.softmax(-1)
+    upper = next((given[name] for name in ("grad_out", "grad_out_") if isinstance(given.get(name), Tensor)), None)
+    if upper is None:
+        return [weights @ value]
+    upper = upper.double()
+    inner = upper @ value.transpose(-1, -2)
+    inner = weights * (inner - (inner * weights).sum(-1, keepdim=True)) * scale
+    return [inner @ key, inner.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ upper]
+
+
 def _some_in_fp64(func: Any, name: str, args: Any, result: Tensor) -> Tensor | None:
     """Recompute a few of the bad results of a matmul or an elementwise operation: all of them may not fit in memory."""
     bad = local_shard(result).isfinite().logical_not().nonzero()[:MAX_BAD_RESULTS]
@@ -173,13 +207,18 @@ def _dots(left: Tensor, right: Tensor, where: tuple[Tensor, ...]) -> Tensor:
 # Arguments without a finite result
 
 
+def _masked_rows(given: Mapping[str, Any]) -> dict[str, int]:
+    """Count the rows of attention's mask that leave nothing."""
+    mask = next((given[name] for name in MASKS if isinstance(given.get(name), Tensor)), None)
+    if mask is None:
+        return {}
+    return {"masked_rows": int((~mask if mask.dtype == torch.bool else mask == -math.inf).all(-1).sum())}
+
+
 def _invalid_arguments(name: str, args: Any) -> dict[str, int]:
     """Count the arguments for which an operation has no finite result, as fields of ``Origin``."""
     if name in ("softmax", "log_softmax", "safe_softmax"):
         return {"masked_rows": int((args[0] == -math.inf).all(args[1]).sum())}
-    if name.startswith("scaled_dot_product") and len(args) > 3 and isinstance(args[3], Tensor):
-        masked = ~args[3] if args[3].dtype == torch.bool else args[3] == -math.inf
-        return {"masked_rows": int(masked.all(-1).sum())}
     if name == "pow":
         if (base := _number(args[0])) is None or (exponent := _number(args[1])) is None:
             return {}

@@ -20,6 +20,7 @@ from ampwise.errors import BadInput
 from ampwise.finding import Finding
 from ampwise.finding.log import log, log_once
 from ampwise.finding.terminal import shortened
+from ampwise.hardware.kernel_faults import faults_here
 from ampwise.numbers.census.device_census import DeviceCensus
 from ampwise.train.accumulator import (
     Accumulator,
@@ -156,6 +157,10 @@ class Engine:
             if is_main_process():
                 log("warning" if self.precision == "fp32" else "info", "{}", self.why)
         self._ranks.warn_if_not_synced(self._trained.parameters)
+        kinds = {type(each).__name__.lower() for model in self._models for each in model.modules()}
+        if self.device.type == "cuda" and any("attention" in kind for kind in kinds):
+            for fault in faults_here():
+                log_once("warning", f"On this GPU, {fault.what}. {fault.avoid} avoids it ({fault.link}).")
         self._statistics = BufferSnapshot(self._models)
         self._statistics_within = BufferSnapshot(
             self._models, self._statistics

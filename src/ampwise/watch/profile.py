@@ -169,6 +169,14 @@ class DeviceKernel(NamedTuple):
     launched_by: int = 0  # id of the call
 
 
+class AttentionCall(NamedTuple):
+    """Attention of one size, by one kernel."""
+
+    op: str
+    keys: int
+    mask: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Summary of the profiled steps."""
@@ -176,6 +184,7 @@ class Profile:
     products: tuple[ProfiledMatmul, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)  # by kind
     unknown: tuple[str, ...] = ()  # sentences on what could not be counted
+    attention: frozenset[AttentionCall] = frozenset()
 
     def __add__(self, other: Profile) -> Profile:
         seconds = {kind: self.seconds.get(kind, 0.0) + other.seconds.get(kind, 0.0) for kind in KINDS}
@@ -183,6 +192,7 @@ class Profile:
             products=_summed([*self.products, *other.products]),
             seconds={kind: spent for kind, spent in seconds.items() if spent},
             unknown=tuple(dict.fromkeys([*self.unknown, *other.unknown])),
+            attention=self.attention | other.attention,
         )
 
 
@@ -222,7 +232,15 @@ def read(ops: Iterable[HostOp], kernels: Sequence[DeviceKernel]) -> Profile:
     if kernels and not counted and not any(node.kind == "matrix" for node in nodes):
         unknown.append("matmuls: the device ran kernels and no operator was called (a replayed CUDA graph)")
     seconds = {kind: nanoseconds / 1e9 for kind, nanoseconds in spent.items() if nanoseconds}
-    return Profile(products=_summed(counted), seconds=seconds, unknown=tuple(unknown))
+    attention = frozenset(found for node in theirs if (found := _attention_call(node.op.call)) is not None)
+    return Profile(products=_summed(counted), seconds=seconds, unknown=tuple(unknown), attention=attention)
+
+
+def _attention_call(call: OperatorCall) -> AttentionCall | None:
+    if not call.name.startswith(ATTENTION) or call.name.endswith("_backward") or len(call.shapes) < 4:
+        return None
+    key, fourth = call.shapes[1], call.shapes[3]  # the fourth is the mask, or a number
+    return AttentionCall(call.name.removeprefix("aten::"), key[-2] if len(key) > 1 else 0, mask=bool(fourth))
 
 
 def _nested(ops: Iterable[HostOp]) -> list[_Node]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ampwise.finding.call_site import CallSite
+from ampwise.hardware.kernel_faults import KernelFault
 
 __all__ = ["HALVES", "ProfiledMatmul", "TimeUse"]
 
@@ -46,6 +47,7 @@ class TimeUse:
     cast_share: float | None = None  # fraction of the device time spent in casts
     sync_steps: int = 0  # in which syncs were counted
     syncs: Mapping[CallSite, int] = field(default_factory=dict)  # GPU syncs in those steps, by line
+    faulty_kernels: tuple[KernelFault, ...] = ()  # known bugs that may show in the calls of these steps
     not_measured: tuple[str, ...] = ()
 
     @property
@@ -88,5 +90,6 @@ class TimeUse:
             "sync_steps": self.sync_steps,
             "syncs": {str(site): count for site, count in self.syncs.items()},
             "syncs_per_step": self.syncs_per_step,
+            "faulty_kernels": [fault.link for fault in self.faulty_kernels],
             "not_measured": list(self.not_measured),
         }

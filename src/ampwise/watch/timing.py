@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import dataloader
 
 from ampwise.finding.call_site import CallSite
+from ampwise.hardware.kernel_faults import faults_here
 from ampwise.trace.call_site import calling_site
 from ampwise.watch.patches import Patches
 from ampwise.watch.profile import OURS, Profile
@@ -165,6 +166,11 @@ class RunTiming:
         for product in profile.products:
             flops[product.precision] = flops.get(product.precision, 0.0) + product.flops
         total = sum(profile.seconds.values())
+        faults = [
+            fault
+            for fault in (faults_here() if torch.cuda.is_initialized() and profile.attention else ())
+            if any(fault.is_about(call.op) and fault.matches(call.keys, mask=call.mask) for call in profile.attention)
+        ]
         return TimeUse(
             device="cuda" if torch.cuda.is_initialized() else "cpu",
             autocast=autocast,
@@ -179,6 +185,7 @@ class RunTiming:
             cast_share=profile.seconds.get("casts", 0.0) / total if total else None,
             sync_steps=self._sync_steps,
             syncs=_largest_first(self._syncs),
+            faulty_kernels=tuple(faults),
             not_measured=(*self._not_measured(), *profile.unknown),
         )
 

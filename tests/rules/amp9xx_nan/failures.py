@@ -130,6 +130,19 @@ EXAMPLES = {
     "unstable-loss": FAILED.but(
         origin=origin("aten.log.default", module="", module_class="", outside_domain=1, inputs=(values(shape=(16,)),))
     ),
+    "kernel-fault": IN_BACKWARD.but(
+        origin=origin(
+            "aten._scaled_dot_product_cudnn_attention_backward.default",
+            "nan",
+            "bf16",
+            phase="backward",
+            live=False,
+            inputs=(values("query", "bf16", (1, 1, 704, 64)), values("key", "bf16", (1, 1, 704, 64))),
+            exact="finite",
+            exact_largest=0.25,
+        ),
+        trials=(FixTrial(what="attention without cuDNN", code="off()", finite=True, change="kernel", loss=1.5),),
+    ),
 }
 
 

@@ -106,6 +106,11 @@ MESSAGES = {
         "in the loss, the logarithm (log) gives -inf in FP16: 1 of 16 arguments is 0 or below; it received input "
         f"(FP16 16, -3.25 to 250); -inf here → {END}"
     ),
+    "kernel-fault": (
+        "the attention (scaled_dot_product_cudnn_attention_backward) of `blocks.3.fc` (Linear) returns NaN in BF16 for "
+        "finite inputs: the kernel is at fault, not the model; in FP64 the result is no larger than 0.25; it received "
+        "input (BF16 1×1×704×64, -3.25 to 250) twice; NaN here → 12 of 12 gradients"
+    ),
 }
 
 
