@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import ampwise
 from ampwise.trace.recorder import UndoMode
 
 
@@ -27,3 +28,16 @@ def test_what_was_there_is_put_back():
         torch.add(x, 1, out=x)
     run.put_back()
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+@pytest.mark.parametrize("had", [False, True])
+def test_a_trace_leaves_gradients_as_they_were(had, factor):
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    before = [torch.ones_like(each) if had else None for each in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        parameter.grad = gradient
+    assert bool(ampwise.trace(lambda x: (model(x) * factor).sum(), x)) == (factor != 1)
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is gradient
+        assert gradient is None or torch.equal(gradient, torch.ones_like(parameter))

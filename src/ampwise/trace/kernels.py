@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from ampwise.hardware.kernel_faults import faults_here
-from ampwise.trace.failure import KERNEL, MASKS, Failure, FixTrial, Origin
+from ampwise.trace.failure import KERNEL, Failure, FixTrial, Origin
 from ampwise.trace.replay import Replay, ReplaySettings
 
 __all__ = ["OtherKernel", "other_kernels", "try_other_kernels"]
@@ -96,9 +96,8 @@ def _known_bug(origin: Origin) -> str:
     sizes = {each.name: each.shape for each in origin.inputs}
     if "key" not in sizes:
         return ""
-    keys, mask = sizes["key"][-2], any(name in sizes for name in MASKS)
     about = [fault for fault in faults_here() if fault.is_about(origin.name)]
-    return next((fault.link for fault in about if fault.matches(keys, mask=mask)), "")
+    return next((fault.link for fault in about if fault.matches(sizes["key"][-2], mask=True)), "")
 
 
 class _Attention(TorchFunctionMode):

@@ -226,10 +226,10 @@ class UndoMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = _op_facts(func)
-        if facts.is_view:
-            return func(*args, **kwargs)
         for tensor in tensors_in(args):
             self.note_leaf(tensor)
+        if facts.is_view:
+            return func(*args, **kwargs)
         if facts.draws:
             self.note_generators(kwargs)
         written = facts.written(args, kwargs) if facts.writes else []
@@ -299,6 +299,8 @@ class OpRecorder(UndoMode):
         kwargs = kwargs or {}
         facts = _op_facts(func)
         if facts.is_view:  # its storage is known already
+            for tensor in tensors_in(args):
+                self.note_leaf(tensor)
             return func(*args, **kwargs)
         given = tuple(self.given(tensor) for tensor in tensors_in((*args, *kwargs.values())))
         written = facts.written(args, kwargs)
