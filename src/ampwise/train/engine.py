@@ -157,10 +157,7 @@ class Engine:
             if is_main_process():
                 log("warning" if self.precision == "fp32" else "info", "{}", self.why)
         self._ranks.warn_if_not_synced(self._trained.parameters)
-        kinds = {type(each).__name__.lower() for model in self._models for each in model.modules()}
-        if self.device.type == "cuda" and any("attention" in kind for kind in kinds):
-            for fault in faults_here():
-                log_once("warning", f"On this GPU, {fault.what}. {fault.avoid} avoids it ({fault.link}).")
+        _name_kernel_faults(self._models, self.device)
         self._statistics = BufferSnapshot(self._models)
         self._statistics_within = BufferSnapshot(
             self._models, self._statistics
@@ -1010,6 +1007,14 @@ class Engine:
             self._graphs.clear_gradients(self._trained.all_parameters)
         else:
             self._trained.drop_gradients()
+
+
+def _name_kernel_faults(models: Sequence[Module], device: torch.device) -> None:
+    """Log the known bugs of attention kernels on this GPU, if a model has attention. Few shapes run into them."""
+    names = {type(module).__name__.lower() for model in models for module in model.modules()}
+    if device.type == "cuda" and any("attention" in name for name in names):
+        for fault in faults_here():
+            log_once("info", f"On this GPU, {fault.what}. {fault.avoid} avoids it ({fault.link}).")
 
 
 def _scaler(device: torch.device, scaled: bool, options: Mapping[str, Any] | None) -> GradScaler:
