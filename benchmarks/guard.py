@@ -91,7 +91,7 @@ class Guarded:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.keeping.busy)
+        return bool(self.keeping.saver.busy)
 
 
 def whole_run(snapshots_on: str) -> Result:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from ampwise.guard.disk.manifest import tensors_file
-from ampwise.tune.memory.decoder import DecoderShape, decoder_shape, parse_count
+from ampwise.tune.advise.model import parse_count
+from ampwise.tune.memory.decoder import DecoderShape, decoder_shape
 
 __all__ = ["MODELS", "Model", "model_of", "piece_rows"]
 

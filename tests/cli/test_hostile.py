@@ -45,8 +45,8 @@ ampwise.hardware.describe_machine = lambda: machine
 
 # A record that may yet come is waited for.
 IMPATIENT = """
-from ampwise.report.live.poller import wait_for_record
-wait_for_record.__kwdefaults__["patience_s"] = 0.0
+from ampwise.report.live import poller
+poller.PATIENCE_S = 0.0
 """
 
 

@@ -337,7 +337,7 @@ class Run:
 
     def be_written(self):
         """Before a disk breaks, or is mended: else a slow one might have nothing to write as long as it is broken."""
-        if (thread := self.guard._checkpointing._saver._thread) is not None:
+        if (thread := self.guard._checkpointing.saver._thread) is not None:
             thread.join()
 
     def with_fault(self, x, y):

@@ -27,7 +27,8 @@ from ampwise import Engine, Guard, Ladder, Stopped
 from ampwise.guard import checkpointing
 from ampwise.guard import stopping as ends
 from ampwise.guard.disk import reading, writing
-from ampwise.guard.disk.catalog import DamagedCheckpoint, checkpoints
+from ampwise.guard.disk.catalog import checkpoints
+from ampwise.guard.disk.manifest import DamagedCheckpoint
 from ampwise.guard.disk.reading import CheckpointReader
 from ampwise.runs import files, tensor_files
 
@@ -113,7 +114,7 @@ def back_to_disk_while_writing(rank, directory):
         elif run.guard._recovery.rollbacks == 1:
             slow.append(1)
         elif not busy:
-            busy.append(run.guard._checkpointing.busy)
+            busy.append(run.guard._checkpointing.saver.busy)
 
     code = train(run, data(30, bad=[20, 21]), after, at_the_end=is_over.set)
     kept = [batch for number, batch in enumerate(data(30)) if number not in (20, 21)]

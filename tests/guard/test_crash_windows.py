@@ -96,7 +96,7 @@ class Gate:
     def open(self, run):
         """And the thread is at its end, which nobody has looked at."""
         self.opened.set()
-        if (thread := run.guard._checkpointing._saver._thread) is not None:
+        if (thread := run.guard._checkpointing.saver._thread) is not None:
             thread.join(120)
 
 

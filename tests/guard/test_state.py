@@ -28,6 +28,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ampwise import Engine, Guard
 from ampwise.errors import BadInput
+from ampwise.guard.checkpointing import GuardedRun
 from ampwise.guard.disk.writing import write_checkpoint
 from ampwise.guard.rank_agreement import RankAgreement
 from ampwise.guard.reporter import EventReporter
@@ -150,7 +151,7 @@ def resuming(run, folder, *, prints=False):
     reporter, agreement = EventReporter(None, prints=prints), RankAgreement(run.engine.ranks, 10.0)
     changes = ScriptChanges(run.engine, run.whole._others, ())
     changes.begin()
-    return CheckpointLoader(folder, run.engine, run.whole, changes, agreement, reporter)
+    return CheckpointLoader(GuardedRun(folder, run.engine, run.whole, agreement, reporter), changes)
 
 
 def from_disk(run, folder):
@@ -158,6 +159,24 @@ def from_disk(run, folder):
     checkpoint, plain = resuming(run, folder).newest()
     assert checkpoint.step == 3
     return plain
+
+
+def goes_on_as_it_went(run, fresh, steps, folder, train=train):
+    """Put back in memory, twice, and read from disk by another training, it takes the same steps again."""
+    put_back = in_memory(run)
+    onto_disk(run, folder)
+    at = everything(run)
+    train(run, *steps)
+    ended = everything(run)
+    for _ in range(2):
+        put_back()
+        assert same(everything(run), at)
+        train(run, *steps)
+        assert same(everything(run), ended)
+    from_disk(fresh, folder)
+    assert same(everything(fresh), at)
+    train(fresh, *steps)
+    assert same(everything(fresh), ended)
 
 
 # Every optimizer
@@ -294,17 +313,7 @@ def test_sparse_gradients(tmp_path):
 
     run = training(make, net=Sparse)
     train(run, 1, 2)
-    onto_disk(run, tmp_path)
-    put_back = in_memory(run)
-    train(run, 3)
-    ended = everything(run)
-    put_back()
-    train(run, 3)
-    assert same(everything(run), ended)
-    fresh = training(make, seed=2, net=Sparse)
-    from_disk(fresh, tmp_path)
-    train(fresh, 3)
-    assert same(everything(fresh), ended)
+    goes_on_as_it_went(run, training(make, seed=2, net=Sparse), (3,), tmp_path)
 
 
 def test_the_form_of_a_state_beside_a_parameter_of_no_dimension_keeps_its_device():
@@ -348,18 +357,7 @@ SCHEDULES = {
 def test_schedules_move_on_from_where_they_were(schedule, make, tmp_path):
     run = training(OPTIMIZERS[make], schedule=schedule)
     train(run, 1, 2)
-    put_back = in_memory(run)
-    onto_disk(run, tmp_path)
-    train(run, 4, 5, 6)
-    ended = everything(run)
-    for _ in range(2):
-        put_back()
-        train(run, 4, 5, 6)
-        assert same(everything(run), ended)
-    fresh = training(OPTIMIZERS[make], seed=2, schedule=schedule)
-    from_disk(fresh, tmp_path)
-    train(fresh, 4, 5, 6)
-    assert same(everything(fresh), ended)
+    goes_on_as_it_went(run, training(OPTIMIZERS[make], seed=2, schedule=schedule), (4, 5, 6), tmp_path)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -374,17 +372,7 @@ def test_scales_skips_and_accumulation_are_part_of_it(precision, tmp_path):
     run.engine.step(lambda ids, labels: run.model(ids).sum() * torch.nan, *batch(1))
     train(run, 5)
     assert run.engine.skipped_steps == 1
-    put_back = in_memory(run)
-    onto_disk(run, tmp_path)
-    train(run, 6, 7, 8, 9)
-    ended = everything(run)
-    put_back()
-    train(run, 6, 7, 8, 9)
-    assert same(everything(run), ended)
-    fresh = started(2)
-    from_disk(fresh, tmp_path)
-    train(fresh, 6, 7, 8, 9)
-    assert same(everything(fresh), ended)
+    goes_on_as_it_went(run, started(2), (6, 7, 8, 9), tmp_path)
 
 
 def test_what_is_kept_does_not_change_when_the_training_goes_on():
@@ -985,21 +973,8 @@ def train_both(run, *numbers):
 def test_what_the_user_names_is_put_back_too(tmp_path):
     run = training(OPTIMIZERS["adam"], state=ema_and_module)
     train_both(run, 1, 2)
-    put_back = in_memory(run)
-    onto_disk(run, tmp_path)
-    at = everything(run)
-    train_both(run, 3, 4)
-    ended = everything(run)
-    for _ in range(2):
-        put_back()
-        assert same(everything(run), at)
-        train_both(run, 3, 4)
-        assert same(everything(run), ended)
     fresh = training(OPTIMIZERS["adam"], seed=2, state=ema_and_module)
-    from_disk(fresh, tmp_path)
-    assert same(everything(fresh), at)
-    train_both(fresh, 3, 4)
-    assert same(everything(fresh), ended)
+    goes_on_as_it_went(run, fresh, (3, 4), tmp_path, train=train_both)
 
 
 def test_a_state_of_something_that_is_not_named_any_more_is_refused(tmp_path):

@@ -24,7 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.guard.disk.manifest import LARGEST_MANIFEST
-from ampwise.tune.memory.decoder import Decoder, decoder_shape, parse_count
+from ampwise.tune.advise.model import parse_count
+from ampwise.tune.memory.decoder import Decoder, decoder_shape
 
 from ..night import by_night
 

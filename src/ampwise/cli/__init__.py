@@ -28,8 +28,6 @@ from ampwise.finding.terminal import OutputError, console, flush, output_errors,
 if TYPE_CHECKING:
     from typing import NoReturn
 
-__all__ = ["build_parser", "commands", "main", "overview", "print_json", "script", "summaries"]
-
 DESCRIPTION = "Find and fix mixed-precision bugs in PyTorch training."
 START = {
     "ampwise check train.py": "find mistakes, without running the script",
@@ -127,9 +125,9 @@ def overview(colour: bool = False) -> str:
     return "\n".join(lines)
 
 
-def build_parser(words: Sequence[str] = ()) -> _Parser:
+def build_parser(words: Sequence[str] = ()) -> _CommandParser:
     """Build the parser for a command line; only the module of the command that it names is loaded."""
-    parser = _Parser(prog="ampwise")
+    parser = _CommandParser(prog="ampwise")
     parser.add_argument("-V", "--version", action=_Version)
     leading = list(itertools.takewhile(lambda word: word.startswith("-"), words))
     if len(leading) == len(words):
@@ -142,7 +140,7 @@ def build_parser(words: Sequence[str] = ()) -> _Parser:
             raise BadInput(f"unknown command {name!r}. Did you mean `ampwise {INSTEAD[name]}`?")
         raise UnknownName("command", name, known, listing="`ampwise --help` lists the commands.")
     command = importlib.import_module(f"{__name__}.{name}")
-    subparser = parser.add_subparsers(parser_class=_Parser).add_parser(
+    subparser = parser.add_subparsers(parser_class=_CommandParser).add_parser(
         name, description=(command.__doc__ or "").strip()
     )
     command.add_arguments(subparser)
@@ -188,10 +186,10 @@ def _drop_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """ArgumentParser whose errors are one line that names the help, and which takes no abbreviated options."""
 
-    command: _Parser  # of the command that was named
+    command: _CommandParser  # of the command that was named
 
     def __init__(self, **options: Any) -> None:
         # An abbreviation that works today is ambiguous after the next option is added.

@@ -9,8 +9,6 @@ from typing import Any
 from ampwise.errors import BadInput, UnknownName
 from ampwise.finding.terminal import say
 
-__all__ = ["RUNS", "add_make", "check_gpu", "check_precision", "check_shared", "count"]
-
 RUNS = "ampwise-runs"  # where `ampwise run` writes records by default
 MAKE = "your function that makes the model and a batch: train.py:make (`ampwise init train.py` writes one)"
 # The device types of torch, and of backends that extend it.

@@ -36,8 +36,6 @@ from ampwise.cli._arguments import add_make, check_gpu
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
 from ampwise.finding.terminal import say, wants_colour, write
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Choose a precision"
 TAKES_CAPABILITY = True  # --gpu may be 8.6, sm_86 or cpu
 PIPE_WIDTH = 110

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from ampwise.tune.align.result import Alignment
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Choose a precision"
 NEEDS_TORCH = True
 WRAPPED = 2  # the column with the misaligned sizes

@@ -37,8 +37,6 @@ from ampwise.errors import BadInput, UnknownName
 from ampwise.finding import terminal
 from ampwise.train.precision.names import PLAIN
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Choose a precision"
 NEEDS_TORCH = True
 NO_CLIP = "none"
@@ -90,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if clip_norm is not None and not 0 < clip_norm < float("inf"):
         raise BadInput(f"--clip {args.clip}: expected a norm above zero, or {NO_CLIP}.")
     if page_path is not None:
-        check_page_path(page_path, "-o", force=args.force)  # before minutes are spent
+        check_page_path(page_path, force=args.force)  # before minutes are spent
     names = None if args.precisions is None else [name.strip() for name in args.precisions.split(",")]
     for name in names or ():
         check_precision("--precisions", name, PRECISIONS)
@@ -120,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     if page_path is not None:
-        write_page(lambda: precisions_page(result.speeds, result.findings), page_path, "-o", force=args.force)
+        write_page(lambda: precisions_page(result.speeds, result.findings), page_path, force=args.force)
     if args.json:
         print_json(result.as_dict())
     else:

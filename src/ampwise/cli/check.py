@@ -67,8 +67,6 @@ if TYPE_CHECKING:
     from ampwise.check.linter import CheckReport, CheckTask, RuleSelection
     from ampwise.finding import Finding
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Find bugs"
 STDIN = "-"
 LOOK_EVERY_S = 0.5  # for changed files

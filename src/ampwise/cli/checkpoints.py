@@ -30,8 +30,6 @@ from ampwise.finding.terminal import print_tables, printable, say, table
 if TYPE_CHECKING:
     from ampwise.guard.disk.catalog import SavedCheckpoint
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Checkpoints"
 LONGEST_PRECISION = 20
 FIRST_TIME, LAST_TIME = 1, 2**33  # Unix times that can be shown as a date
@@ -90,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _verified(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
     """Verify a checkpoint's files; return it, marked as damaged if they do not match."""
-    from ampwise.guard.disk.catalog import DamagedCheckpoint, verify
+    from ampwise.guard.disk.catalog import verify
+    from ampwise.guard.disk.manifest import DamagedCheckpoint
     from ampwise.report.formatting import format_bytes
 
     if checkpoint.trouble:

@@ -19,8 +19,6 @@ import sys
 from ampwise.errors import BadInput
 from ampwise.finding.terminal import write
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Start"
 SHELLS = ("bash", "zsh", "fish")
 # A word before the cursor that is no option is the command; where nothing matches, bash completes files (-o default).

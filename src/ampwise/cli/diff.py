@@ -43,8 +43,6 @@ from ampwise.finding.terminal import console, progress_line, say, wants_colour, 
 from ampwise.numbers.formats import all_names
 from ampwise.train.precision.names import AUTO, PLAIN
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Choose a precision"
 NEEDS_TORCH = True
 OPTIONS = ("compiled", "attention", "up", "emulated", "scale")
@@ -78,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
     page_path = None if args.output is None else Path(args.output)
     if page_path is not None:
-        check_page_path(page_path, "-o", force=args.force)  # before anything is run
+        check_page_path(page_path, force=args.force)  # before anything is run
     for option, side in (("--a", args.a), ("--b", args.b)):
         _check_side(option, side)
     import torch
@@ -104,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         options = DiffOptions(ops=args.ops, modules=tuple(args.modules), floor=not args.no_floor, progress=progress)
         result = compare_sides(case.loss_fn, case.args, case.kwargs, models, a, b, options, name=args.make)
     if page_path is not None:
-        write_page(result.page, page_path, "-o", force=args.force)
+        write_page(result.page, page_path, force=args.force)
     if args.json:
         print_json(result.as_dict())
     else:

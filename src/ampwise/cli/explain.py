@@ -24,8 +24,6 @@ from ampwise.errors import UnknownName
 from ampwise.finding import Rule, terminal
 from ampwise.finding.terminal import paint, wants_colour, write
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Find bugs"
 WIDEST = 90  # longer lines of prose are hard to read
 NARROWEST = 20  # COLUMNS may be set to nonsense such as 2

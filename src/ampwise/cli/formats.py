@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from ampwise.numbers.formats import BlockFormat, Format
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Look up"
 # Letter, meaning and colour of the parts of a number, from its highest bit down.
 PARTS = (("S", "sign", "black on red"), ("E", "exponent", "black on green"), ("M", "mantissa", "black on cyan"))

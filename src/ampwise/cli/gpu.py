@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ampwise.finding import Finding
     from ampwise.hardware import Gpu, Machine
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Look up"
 TO_WANT = tuple(fmt for fmt in COMMON_FORMATS if fmt != "fp32")
 ANSWERS = {True: "yes", False: "no", None: "unknown"}

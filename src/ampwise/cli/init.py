@@ -30,8 +30,6 @@ from ampwise.finding import terminal
 if TYPE_CHECKING:
     from ampwise.tune.init.init import Result
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Start"
 OUTPUT = "ampwise_make.py"
 

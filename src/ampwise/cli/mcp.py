@@ -22,8 +22,6 @@ import argparse
 import os
 import sys
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Agents"
 
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from ampwise.tune.memory.result import MemoryEstimate
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Choose a precision"
 NEEDS_TORCH = True
 OPTIMIZERS = (

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from ampwise.trace.capsule.capsule_replay import CapsuleReplay
     from ampwise.trace.user_code import UserFunction
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Find bugs"
 NEEDS_TORCH = True
 FOR_PEOPLE = ("full", "concise")

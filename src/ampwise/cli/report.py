@@ -30,8 +30,6 @@ from ampwise.finding.terminal import console, print_tables, printable, say, tabl
 if TYPE_CHECKING:
     from ampwise.runs.reader import Run
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Find bugs"
 OWN_PAGE = "report.html"  # in the record's folder, for --open without -o
 MOST_LISTED = 100
@@ -158,7 +156,7 @@ def _write_page(args: argparse.Namespace, record: Run, other: Run | None) -> Pat
     elif path.is_symlink():  # a record may come from anybody
         raise BadInput(f"--open: {printable(str(path))} is a symlink and is not written to. Name another file with -o.")
     make = (lambda: page(record)) if other is None else (lambda: comparison_page(record, other))
-    write_page(make, path, "-o", force=args.force)
+    write_page(make, path, force=args.force)
     return path
 
 

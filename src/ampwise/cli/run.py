@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     from ampwise.watch.script import ScriptToRun
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Find bugs"
 SCRIPT_OWNS_STREAMS = True  # Python flushes and closes them, as it does without ampwise
 

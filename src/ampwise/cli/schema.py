@@ -21,8 +21,6 @@ from pathlib import Path
 from ampwise.errors import UnknownName
 from ampwise.finding.terminal import write
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Look up"
 SCHEMAS = Path(__file__).parent / "_schemas"
 

@@ -40,8 +40,6 @@ from ampwise.numbers.formats import find_format
 if TYPE_CHECKING:
     from ampwise.tune.search.result import SearchResult
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Choose a precision"
 NEEDS_TORCH = True
 PART = "ampwise-search.part"

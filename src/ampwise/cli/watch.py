@@ -34,8 +34,6 @@ from ampwise.finding.terminal import flush, say
 if TYPE_CHECKING:
     from ampwise.runs.reader import RecordFollower, Run
 
-__all__ = ["add_arguments", "run"]
-
 GROUP = "Find bugs"
 SHORTEST_S, LONGEST_S = 0.1, 3600.0
 

@@ -33,8 +33,6 @@ from ampwise.guard.state import LiveState, TrainingState
 from ampwise.runs.plain_data import to_json
 from ampwise.train.engine import Engine
 
-__all__ = ["Checkpointing", "Interval", "SaveJob", "non_finite_tensors", "seconds"]
-
 NAMED = 5  # tensors named in a finding
 LATE_S = 1.0  # a delay that is not reported
 UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -209,16 +207,22 @@ def mark_undone(checkpoint: SavedCheckpoint, step: int) -> None:
 # --- when ----------------------------------------------------------------------------------------------------------
 
 
+class GuardedRun(NamedTuple):
+    """What all parts of a guard work on."""
+
+    directory: Path
+    engine: Engine
+    state: TrainingState
+    agreement: RankAgreement
+    reporter: EventReporter
+
+
 class Checkpointing:
     """Takes snapshots and checkpoints when they are due, and marks them good after enough healthy steps."""
 
     def __init__(
         self,
-        directory: Path,
-        engine: Engine,
-        training_state: TrainingState,
-        agreement: RankAgreement,
-        reporter: EventReporter,
+        run: GuardedRun,
         *,
         every: Interval,
         keep: int,
@@ -226,11 +230,10 @@ class Checkpointing:
         snapshots_on: str,
         extra_state: Callable[[], dict[str, Any]],
     ) -> None:
-        self._directory, self._engine, self._training_state = directory, engine, training_state
-        self._agreement, self._reporter, self._every = agreement, reporter, every
-        self._snapshot_every, self._extra_state = snapshot_every, extra_state
-        self.snapshots = MemorySnapshots(engine.device, snapshots_on)
-        self._saver = BackgroundSaver(directory, keep, agreement, reporter.log)
+        self._directory, self._engine, self._training_state, self._agreement, self._reporter = run
+        self._every, self._snapshot_every, self._extra_state = every, snapshot_every, extra_state
+        self.snapshots = MemorySnapshots(run.engine.device, snapshots_on)
+        self.saver = BackgroundSaver(run.directory, keep, run.agreement, run.reporter.log)
         self._written: list[SaveJob] = []  # checkpoints that are not known to be good yet
         self._saved_at = time.monotonic()
         self._saved_step = -1
@@ -273,10 +276,6 @@ class Checkpointing:
             return step - max(self._saved_step, 0) >= self._every.steps
         return time.monotonic() - self._saved_at >= (self._every.seconds or 0.0)
 
-    @property
-    def busy(self) -> bool:
-        return self._saver.busy
-
     def after(self, step: int, agreed: AgreedStep) -> None:
         """After a good step: schedule a checkpoint or snapshot, to be taken once user code after the step has run."""
         if agreed.due and not agreed.busy:
@@ -284,7 +283,7 @@ class Checkpointing:
         elif not agreed.due:
             if step % self._snapshot_every == 0:
                 self._wanted = step, self._take
-        elif (job := self._saver.job) is not None and job is not self._late_reported:
+        elif (job := self.saver.job) is not None and job is not self._late_reported:
             now = time.monotonic()
             if now - job.began > LATE_S:
                 self._late_reported = job
@@ -316,7 +315,7 @@ class Checkpointing:
         }
         next_good = self._written[0].checkpoint if self._written else None
         spared = frozenset() if next_good is None else frozenset({next_good.path})
-        self._saver.begin(SaveJob(taken, live, to_json(taken.plain, "the state"), about, spared))
+        self.saver.begin(SaveJob(taken, live, to_json(taken.plain, "the state"), about, spared))
 
     def save_now(self, step: int) -> SavedCheckpoint | None:
         """Write a checkpoint and wait for it; None if it could not be written, which is reported."""
@@ -335,7 +334,7 @@ class Checkpointing:
 
     def collect(self, *, wait: bool = False) -> None:
         """Handle the result of a checkpoint that has been written or has failed."""
-        job = self._saver.finished(wait=wait)
+        job = self.saver.finished(wait=wait)
         if job is not None:
             self.snapshots.release(job.snapshot)
             job.live = job.plain = None  # free memory
@@ -357,7 +356,7 @@ class Checkpointing:
                 self.last = job.checkpoint
                 self._written = [*self._written[:1], job]  # the oldest is the next to become good
         if wait:
-            self._saver.mark_pending()
+            self.saver.mark_pending()
 
     def _report_failed(self, step: int, error: Exception) -> None:
         kind: Literal["full", "read-only", "permission", "other"] = "other"
@@ -385,21 +384,17 @@ class Checkpointing:
         for job in [each for each in self._written if each.snapshot.step <= number - healthy]:
             self._written.remove(job)
             if job.checkpoint is not None and self._agreement.rank == 0:
-                self._saver.mark_good(job.checkpoint)
+                self.saver.mark_good(job.checkpoint)
                 self.last_good = dataclasses.replace(job.checkpoint, good=True)
-
-    def mark_pending(self) -> None:
-        """Wait until the checkpoints that are known to be good are marked."""
-        self._saver.mark_pending()
 
     def undo_after(self, step: int) -> None:
         """Discard snapshots and mark checkpoints of steps after this one: the run has gone back."""
         self._wanted = None
         self.snapshots.drop_after(step)
-        job = self._saver.job
+        job = self.saver.job
         if job is not None and job.snapshot.step > step:
             job.undone_to = step
-        self._saver.mark_pending(undone_after=step)
+        self.saver.mark_pending(undone_after=step)
         self._written = [each for each in self._written if each.snapshot.step <= step]
         self._saved_step = min(self._saved_step, step)
         found: list[SavedCheckpoint] = []

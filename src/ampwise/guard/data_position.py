@@ -12,8 +12,6 @@ from ampwise.guard.data_sources import DataPlace, batches_per_epoch, set_epoch, 
 from ampwise.runs.files import read_json, write_atomically
 from ampwise.runs.json_lines import is_count
 
-__all__ = ["BatchIndex", "DataPosition", "ResumableData", "epoch_start"]
-
 BatchIndex = tuple[int, int]  # epoch, and index of the batch in it
 
 KEYS = {"kind", "batches", "epoch", "done", "over", "passed_over", "state"}

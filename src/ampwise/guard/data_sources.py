@@ -27,8 +27,6 @@ from ampwise.errors import BadInput
 from ampwise.finding.log import log
 from ampwise.train.random_state import capture_random, restore_random
 
-__all__ = ["BatchSource", "DataPlace", "batches_per_epoch", "set_epoch", "source_of", "states_of", "unsaveable"]
-
 CPU = torch.device("cpu")
 PARTS = ("sampler", "batch_sampler", "batch_sampler.sampler", "dataset")  # of a loader, that may also have set_epoch
 PATIENCE_S = 5.0  # after which progress is printed

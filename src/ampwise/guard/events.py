@@ -17,26 +17,6 @@ from ampwise.guard.stopping import STOPPED_EXIT_CODE
 from ampwise.numbers.number_text import number_text, scale_text
 from ampwise.runs.events import Level, LoggedEvent
 
-__all__ = [
-    "CheckpointDamaged",
-    "CheckpointFailed",
-    "CheckpointLate",
-    "GuardEvent",
-    "LockTakenOver",
-    "LossSpike",
-    "PrecisionChanged",
-    "PrecisionRestored",
-    "Preempted",
-    "RankLost",
-    "RanksChanged",
-    "RolledBack",
-    "ScaleAtFloor",
-    "StepOutOfMemory",
-    "StepSkipped",
-    "TrainingStopped",
-    "WeightsNotFinite",
-]
-
 NAMED = 3  # names listed in full
 NAMED_BATCHES = 5
 LONGEST = 300  # characters of an external text

@@ -19,14 +19,14 @@ from torch import Tensor
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
 from ampwise.finding.terminal import shortened
-from ampwise.guard.checkpointing import Checkpointing, Interval, seconds
+from ampwise.guard.checkpointing import Checkpointing, GuardedRun, Interval, seconds
 from ampwise.guard.data_position import DataPosition
 from ampwise.guard.disk.catalog import SavedCheckpoint, checkpoints, clear_leftovers
 from ampwise.guard.disk.lock import DirectoryLock
 from ampwise.guard.events import GuardEvent, LockTakenOver, Preempted, RankLost, StepOutOfMemory
 from ampwise.guard.ladder import Ladder, LadderFacts
 from ampwise.guard.rank_agreement import LostRank, RankAgreement
-from ampwise.guard.recovery import Recovery
+from ampwise.guard.recovery import CAPSULES, Recovery
 from ampwise.guard.reporter import EventReporter, OnEvent
 from ampwise.guard.resuming import CheckpointLoader
 from ampwise.guard.script_changes import ScriptChanges
@@ -37,9 +37,6 @@ from ampwise.train.callback import Callback
 from ampwise.train.engine import Engine
 from ampwise.train.step import Step
 
-__all__ = ["Guard"]
-
-CAPSULES = "capsules"  # folder in the guard's directory with capsules of steps that stopped the training
 LOST_RANK = re.compile("Connection closed by peer|Connection reset|NCCL|[Gg]loo|Broken pipe|[Tt]imed out")
 
 
@@ -114,13 +111,9 @@ class Guard(Callback):
         self._agreement = RankAgreement(engine.ranks, patience_s)
         prints = self._agreement.rank == 0
         self._reporter = EventReporter(on_event, prints=prints)
-        training_state = TrainingState(engine, state or {})
+        run = GuardedRun(self.directory, engine, TrainingState(engine, state or {}), self._agreement, self._reporter)
         self._checkpointing = Checkpointing(
-            self.directory,
-            engine,
-            training_state,
-            self._agreement,
-            self._reporter,
+            run,
             every=Interval.checked(every),
             keep=keep,
             snapshot_every=snapshot_every,
@@ -131,20 +124,8 @@ class Guard(Callback):
         self._position = DataPosition(
             self.directory, writes=prints, log=self._reporter.log, override=self._changes.overrides("data")
         )
-        self._resuming = CheckpointLoader(
-            self.directory, engine, training_state, self._changes, self._agreement, self._reporter
-        )
-        self._recovery = Recovery(
-            self._ladder,
-            engine,
-            training_state,
-            self._checkpointing,
-            self._resuming,
-            self._position,
-            self._agreement,
-            self._reporter,
-            self.directory / CAPSULES,
-        )
+        self._resuming = CheckpointLoader(run, self._changes)
+        self._recovery = Recovery(run, self._ladder, self._checkpointing, self._resuming, self._position)
         self._signals = Signals(signals, seconds(signal_grace, "signal_grace"))
         self._lock = DirectoryLock(self.directory)
         self._watchdog = Watchdog(patience_s, self._report_silence) if self._agreement.distributed else None
@@ -442,7 +423,7 @@ class Guard(Callback):
         agreed = self._agreement.agree(
             0.0 if judged is None else judged.loss,
             due=self._checkpointing.is_due(self._number),
-            busy=self._checkpointing.busy,
+            busy=self._checkpointing.saver.busy,
             ends=ends,
         )
         scaler = self._engine.scaler

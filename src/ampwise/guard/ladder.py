@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from ampwise.errors import BadInput
 
-__all__ = ["Ladder", "LadderFacts", "LadderState", "RecoveryAction"]
-
 ON_SPIKE = ("tell", "rollback")
 
 

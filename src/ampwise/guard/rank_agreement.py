@@ -16,8 +16,6 @@ import torch.distributed as dist
 from ampwise.guard.disk.manifest import DamagedCheckpoint
 from ampwise.train.ranks import Ranks
 
-__all__ = ["AgreedStep", "LostRank", "RankAgreement"]
-
 T = TypeVar("T")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ampwise.finding import Finding
-from ampwise.guard.checkpointing import Checkpointing, non_finite_tensors
+from ampwise.guard.checkpointing import Checkpointing, GuardedRun, non_finite_tensors
 from ampwise.guard.data_position import DataPosition
 from ampwise.guard.events import (
     LossSpike,
@@ -21,10 +21,7 @@ from ampwise.guard.events import (
     TrainingStopped,
 )
 from ampwise.guard.ladder import Ladder, LadderFacts, LadderState, RecoveryAction
-from ampwise.guard.rank_agreement import RankAgreement
-from ampwise.guard.reporter import EventReporter
 from ampwise.guard.resuming import CheckpointLoader
-from ampwise.guard.state import TrainingState
 from ampwise.guard.stopping import STOPPED_EXIT_CODE, Stopped
 from ampwise.trace.capsule.saving import Capsules
 from ampwise.trace.value_ranges import local_shard
@@ -34,10 +31,9 @@ from ampwise.train.precision.policy import Policy
 from ampwise.train.precision.precision import EMULATE, precisions_of
 from ampwise.watch.spikes import SpikeDetector
 
-__all__ = ["Diagnosis", "Recovery", "diagnose"]
-
 WIDER = ("fp16", "bf16", "tf32", "fp32")  # each has more range or more bits than the one before
 EXACT = ("tf32", "fp32")  # precisions in which keeping single modules in FP32 gains nothing
+CAPSULES = "capsules"  # folder in the guard's directory with capsules of steps that stopped the training
 CAPSULE_AFTER = 2  # bad steps in a row from which capsules are saved: each holds all weights
 
 
@@ -72,20 +68,15 @@ class Recovery:
 
     def __init__(
         self,
+        run: GuardedRun,
         ladder: Ladder,
-        engine: Engine,
-        training_state: TrainingState,
         checkpointing: Checkpointing,
         resuming: CheckpointLoader,
         position: DataPosition,
-        agreement: RankAgreement,
-        reporter: EventReporter,
-        capsules: Path,
     ) -> None:
-        self._ladder, self._engine, self._training_state = ladder, engine, training_state
-        self._checkpointing, self._resuming, self._position = checkpointing, resuming, position
-        self._agreement, self._reporter = agreement, reporter
-        self._capsules = Capsules(capsules)
+        directory, self._engine, self._training_state, self._agreement, self._reporter = run
+        self._ladder, self._checkpointing, self._resuming, self._position = ladder, checkpointing, resuming, position
+        self._capsules = Capsules(directory / CAPSULES)
         self._spikes = SpikeDetector()
         self._before: list[Policy] = []  # precisions before each widening
         self._last_applied = 0
@@ -211,7 +202,7 @@ class Recovery:
         good = self._checkpointing.snapshots.good
         assert good is not None, "there is one from the beginning"
         if older:
-            self._checkpointing.mark_pending()  # only good ones are loaded
+            self._checkpointing.saver.mark_pending()  # only good ones are loaded
         if older and (resumed := self._resuming.earlier(good.step)) is not None:
             checkpoint, plain = resumed
             self._position.go_to(plain.get("data"))

@@ -19,8 +19,6 @@ from ampwise.report.printers import log_findings
 from ampwise.runs.events import EVENT_LISTENERS
 from ampwise.trace.bad_steps import FINDING_LISTENERS
 
-__all__ = ["EventReporter", "OnEvent"]
-
 OnEvent = Callable[[GuardEvent], object]
 Event = TypeVar("Event", bound=GuardEvent)
 

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ampwise.errors import BadInput
 from ampwise.finding.terminal import printable
-from ampwise.guard.checkpointing import non_finite_tensors
+from ampwise.guard.checkpointing import GuardedRun, non_finite_tensors
 from ampwise.guard.data_position import epoch_start
-from ampwise.guard.disk.catalog import DamagedCheckpoint, SavedCheckpoint, checkpoints
+from ampwise.guard.disk.catalog import SavedCheckpoint, checkpoints
+from ampwise.guard.disk.manifest import DamagedCheckpoint
 from ampwise.guard.events import CheckpointDamaged, RanksChanged
-from ampwise.guard.rank_agreement import RankAgreement
-from ampwise.guard.reporter import EventReporter
 from ampwise.guard.script_changes import ScriptChanges
-from ampwise.guard.state import TrainingState
 from ampwise.runs.plain_data import from_json
 from ampwise.trace.value_ranges import local_shard
-from ampwise.train.engine import Engine
 from ampwise.train.precision.policy import Policy
 
 if TYPE_CHECKING:
     from ampwise.guard.disk.reading import CheckpointReader
-
-__all__ = ["CheckpointLoader", "LoadedCheckpoint"]
 
 LoadedCheckpoint = tuple[SavedCheckpoint, dict[str, Any]]
 
@@ -34,17 +28,9 @@ LoadedCheckpoint = tuple[SavedCheckpoint, dict[str, Any]]
 class CheckpointLoader:
     """Loads checkpoints from a directory into an engine."""
 
-    def __init__(
-        self,
-        directory: Path,
-        engine: Engine,
-        training_state: TrainingState,
-        changes: ScriptChanges,
-        agreement: RankAgreement,
-        reporter: EventReporter,
-    ) -> None:
-        self._directory, self._engine, self._training_state, self._changes = directory, engine, training_state, changes
-        self._agreement, self._reporter = agreement, reporter
+    def __init__(self, run: GuardedRun, changes: ScriptChanges) -> None:
+        self._directory, self._engine, self._training_state, self._agreement, self._reporter = run
+        self._changes = changes
 
     def newest(self) -> LoadedCheckpoint | None:
         """Load the newest complete checkpoint; return None if the directory has no checkpoints.

@@ -18,8 +18,6 @@ from ampwise.runs.plain_data import from_json, to_json
 from ampwise.train.engine import Engine
 from ampwise.train.precision.policy import Policy
 
-__all__ = ["ScriptChanges"]
-
 PARTS = ("precision", "optimizer", "schedulers", "scaler", "state", "data")
 SHOWN = 40  # longest value that is printed, in characters
 

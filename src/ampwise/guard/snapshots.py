@@ -18,8 +18,6 @@ from ampwise.errors import BadInput
 from ampwise.guard.state import LiveState
 from ampwise.trace.value_ranges import local_shard
 
-__all__ = ["PLACES", "MemorySnapshot", "MemorySnapshots"]
-
 PLACES = ("host", "device")
 
 

@@ -28,8 +28,6 @@ from ampwise.train.engine import Engine
 from ampwise.train.precision.policy import modules_with_wrappers, named_modules
 from ampwise.train.step import Step
 
-__all__ = ["AveragedModels", "LiveState", "TrainingState"]
-
 Plain = dict[str, Any]
 DtypeAndShape = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a saved tensor
 
@@ -101,7 +99,13 @@ class TrainingState:
 
         This changes no values of the training; it only allocates optimizer state.
         """
-        self._refuse_other_training(plain)
+        if len(plain["optimizers"]) != len(self._engine.optimizers):
+            raise BadInput(
+                f"the state has {len(plain['optimizers'])} optimizers; this engine has {len(self._engine.optimizers)}."
+            )
+        modules = [prefix.removeprefix("other.") for prefix in plain["modules"] if prefix.startswith("other.")]
+        if missing := [name for name in (*plain["others"], *modules) if name not in self._others]:
+            raise BadInput(f"the state has {missing[0][:80]!r}, and Guard(state=...) does not name it.")
         self._allocate_optimizer_states(plain)
         self_loaded = _self_loaded(plain)
         live, slots = self.live(), self._slots()
@@ -128,15 +132,6 @@ class TrainingState:
                 targets[name] = torch.zeros(shape, dtype=dtype)
                 kept += [name] if name not in slots and is_transient else []
         return targets, kept
-
-    def _refuse_other_training(self, plain: Plain) -> None:
-        if len(plain["optimizers"]) != len(self._engine.optimizers):
-            raise BadInput(
-                f"the state has {len(plain['optimizers'])} optimizers; this engine has {len(self._engine.optimizers)}."
-            )
-        modules = [prefix.removeprefix("other.") for prefix in plain["modules"] if prefix.startswith("other.")]
-        if missing := [name for name in (*plain["others"], *modules) if name not in self._others]:
-            raise BadInput(f"the state has {missing[0][:80]!r}, and Guard(state=...) does not name it.")
 
     def restore(self, values: Mapping[str, Tensor], plain: Plain, *, other_precision: bool = False) -> None:
         """Restore a state. ``values`` has this rank's part of each tensor, on any device."""

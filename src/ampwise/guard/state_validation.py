@@ -20,8 +20,6 @@ from ampwise.train.engine_state import has_compatible_type, is_plain_number
 if TYPE_CHECKING:
     from ampwise.guard.disk.reading import StoredTensorInfo
 
-__all__ = ["validate_state"]
-
 Kind = TypeVar("Kind")
 
 KEYS = ("engine", "modules", "buffers", "dtypes", "others")  # of the saved state besides "optimizers"; each is a dict

@@ -15,8 +15,6 @@ from typing import Any
 
 from ampwise.errors import BadInput
 
-__all__ = ["STOPPED_EXIT_CODE", "Signals", "Stopped", "Watchdog"]
-
 STOPPED_EXIT_CODE = 70  # EX_SOFTWARE, as in sysexits.h
 
 

@@ -19,9 +19,9 @@ from ampwise.finding.terminal import console, wants_colour, write
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import StepRow
 from ampwise.runs.sinks import SinkSyntax, requested_sinks
-from ampwise.runs.sinks.metrics import MetricRows, SinkEvent, SkipCounter, TimedEvent
+from ampwise.runs.sinks.metrics import MetricRows, SkipCounter, TimedEvent
 from ampwise.runs.sinks.run_sinks import SinkThreads
-from ampwise.runs.writer import RecordWriter
+from ampwise.runs.writer import RecordWriter, RunEvent
 from ampwise.watch.patches import Patches
 from ampwise.watch.watch import Watch
 
@@ -111,7 +111,7 @@ class TrainingWatch:
             opening.load()
         sinks = SinkThreads(wanted, record.event)
 
-        def tell(told: SinkEvent) -> None:
+        def tell(told: RunEvent) -> None:
             rate = skips.rate(told) if isinstance(told, StepRow) else None
             row = metrics.row(TimedEvent(time.time(), told, rate))
             found = {} if row is None else row.metrics

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["number_text", "scale_text"]
-
 IN_DIGITS = 1e7  # numbers below this are written with all digits
 EASY = 2.0**20  # powers of two up to this are written in digits
 

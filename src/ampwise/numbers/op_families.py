@@ -6,8 +6,6 @@ A name is the part between the namespace and the overload, without surrounding u
 
 from __future__ import annotations
 
-__all__ = ["FAMILIES", "base_name", "family_of", "is_collective", "is_custom"]
-
 # Family name → its operations.
 FAMILIES: dict[str, frozenset[str]] = {
     "exponential": frozenset({"exp", "exp2", "expm1", "sinh", "cosh", "softplus"}),

@@ -9,8 +9,6 @@ from ampwise.report.run_facts import environment, settings
 from ampwise.report.verdict import verdict, worst_first
 from ampwise.runs.reader import Run
 
-__all__ = ["MOST_ROWS", "as_json"]
-
 MOST_ROWS = 2000  # per optimizer; the record's own files have more
 
 

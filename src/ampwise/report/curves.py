@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from ampwise.runs.rows import SKIP_RATE_STEPS, StepBucket, merge_buckets
 
-__all__ = ["by_optimizer", "skip_rates", "thin_out"]
-
 
 def by_optimizer(buckets: Sequence[StepBucket]) -> dict[int, list[StepBucket]]:
     """Group buckets by optimizer, in the order of their steps."""

@@ -7,18 +7,6 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-__all__ = [
-    "evidence_line",
-    "format_bytes",
-    "format_duration",
-    "format_percent",
-    "format_scale",
-    "format_short",
-    "format_time",
-    "lower_first",
-    "read_number",
-]
-
 LONGEST = 200  # characters of a value of evidence
 NAMED = 4  # items of a list to show
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ampwise.report.formatting import format_percent, format_scale, read_number
 from ampwise.report.run_facts import skip_rate, steps_of
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import CountedFinding
-
-__all__ = ["computed_impact", "impact_of"]
 
 
 def computed_impact(counted: CountedFinding, run: Run) -> str:
@@ -34,7 +33,7 @@ def impact_of(counted: CountedFinding, run: Run) -> str:
 
 def _clip(counted: CountedFinding, run: Run) -> str:
     """The clip compares the norm of scaled gradients with the limit, which is one of limit / scale for real ones."""
-    limit = _number(str(counted.finding.evidence.get("limit", "")).partition(" ")[0])
+    limit = _number(counted.finding.evidence.get("limit"))
     scale = _scale_at(run, counted.last_step)
     if scale is None or scale <= 1:
         return ""
@@ -43,14 +42,9 @@ def _clip(counted: CountedFinding, run: Run) -> str:
     return f"effective clip {limit / scale:.2g} instead of {limit:g}"
 
 
-def _too_small(counted: CountedFinding, run: Run) -> str:
+def _off_by_scale(counted: CountedFinding, run: Run, *, off: str) -> str:
     scale = _scale_at(run, counted.last_step)
-    return f"gradients {format_scale(scale)} times too small" if scale and scale > 1 else ""
-
-
-def _too_large(counted: CountedFinding, run: Run) -> str:
-    scale = _scale_at(run, counted.last_step)
-    return f"gradients {format_scale(scale)} times too large" if scale and scale > 1 else ""
+    return f"gradients {format_scale(scale)} times too {off}" if scale and scale > 1 else ""
 
 
 def _skips(counted: CountedFinding, run: Run) -> str:
@@ -61,10 +55,6 @@ def _skips(counted: CountedFinding, run: Run) -> str:
     return f"skipped {format_percent(share)} of steps{time}"
 
 
-def _schedule(counted: CountedFinding, run: Run) -> str:
-    return f"{counted.count:,} scheduler step{'' if counted.count == 1 else 's'} ahead of the optimizer"
-
-
 def _resume(counted: CountedFinding, run: Run) -> str:
     """A new scaler begins where this one began, and has to find the scale again."""
     scales = [bucket.scale.mean for bucket in run.steps if bucket.scale.mean]
@@ -72,7 +62,7 @@ def _resume(counted: CountedFinding, run: Run) -> str:
         return ""
     if scales[0] > scales[-1]:
         again = round(math.log2(scales[0] / scales[-1]))
-        return f"about {again} skipped step{'' if again == 1 else 's'} at each resume" if again else ""
+        return f"about {_times(again, 'skipped step', 'at each resume')}" if again else ""
     return f"a resume starts at scale {format_scale(scales[0])} instead of {format_scale(scales[-1])}"
 
 
@@ -81,10 +71,6 @@ def _no_scaler(counted: CountedFinding, run: Run) -> str:
     values = [census.nonzeros for sample in run.layers for census in sample.layers.values()]
     share = sum(lost) / sum(values) if sum(values) else 0.0
     return f"FP16 rounds {format_percent(share)} of the gradients to zero" if share else ""
-
-
-def _evaluation(counted: CountedFinding, run: Run) -> str:
-    return f"{counted.count:,} forward pass{'' if counted.count == 1 else 'es'} not as trained"
 
 
 def _time(counted: CountedFinding, run: Run) -> str:
@@ -105,8 +91,12 @@ def _not_finite(counted: CountedFinding, run: Run) -> str:
     words = [f"loss not finite at {bad:,} of {taken:,} steps"] if bad else []
     skipped = sum(bucket.skipped for bucket in run.steps)
     if skipped:
-        words.append(f"{skipped:,} step{'' if skipped == 1 else 's'} skipped")
+        words.append(_times(skipped, "step", "skipped"))
     return ", ".join(words)
+
+
+def _times(count: int, what: str, rest: str, plural: str = "s") -> str:
+    return f"{count:,} {what}{'' if count == 1 else plural} {rest}"
 
 
 def _from_evidence(evidence: Mapping[str, Any]) -> str:
@@ -129,10 +119,7 @@ def _scale_at(run: Run, step: int | None) -> float | None:
 
 
 def _number(value: object) -> float | None:
-    try:
-        number = float(value) if isinstance(value, str) else read_number(value)
-    except ValueError:
-        return None
+    number = read_number(value)
     return number if number is not None and math.isfinite(number) else None
 
 
@@ -145,14 +132,14 @@ SHARES = {  # by the name of the evidence
 }
 BY_RULE: dict[str, Callable[[CountedFinding, Run], str]] = {
     "clip-scaled-grads": _clip,
-    "backward-unscaled": _too_small,
-    "optimizer-step-bypasses-scaler": _too_large,
-    "grad-inspect-before-unscale": _too_large,
-    "sched-step-unconditional": _schedule,
+    "backward-unscaled": partial(_off_by_scale, off="small"),
+    "optimizer-step-bypasses-scaler": partial(_off_by_scale, off="large"),
+    "grad-inspect-before-unscale": partial(_off_by_scale, off="large"),
+    "sched-step-unconditional": lambda counted, run: _times(counted.count, "scheduler step", "ahead of the optimizer"),
     "scaler-not-checkpointed": _resume,
     "scaler-recreated": _resume,
     "fp16-no-scaler": _no_scaler,
-    "eval-no-autocast": _evaluation,
+    "eval-no-autocast": lambda counted, run: _times(counted.count, "forward pass", "not as trained", "es"),
     "casts-take-time": _time,
     "data-stall": _time,
     "skip-rate": _skips,

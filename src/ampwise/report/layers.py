@@ -16,8 +16,6 @@ from ampwise.report.formatting import format_percent, format_scale
 from ampwise.report.run_facts import optimizer_names
 from ampwise.runs.reader import Run
 
-__all__ = ["LayerGradients", "describe_layers", "layers_headings", "layers_of", "layers_title"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGradients:

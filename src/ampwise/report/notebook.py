@@ -9,10 +9,8 @@ from ampwise.report.formatting import evidence_line, format_percent
 from ampwise.report.impact import impact_of
 from ampwise.report.source_lines import recorded_lines
 from ampwise.report.verdict import event_lines, occurrence, opening, run_mood, worst_first
-from ampwise.runs.reader import Run
+from ampwise.runs.reader import Run as Run  # ampwise.Run comes from here, with the view that is set below
 from ampwise.runs.rows import CountedFinding
-
-__all__ = ["Run", "comparison_html", "counted_finding_html", "run_html"]
 
 MOST_EVENTS = 5
 

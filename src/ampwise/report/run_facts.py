@@ -25,36 +25,6 @@ from ampwise.report.formatting import (
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import StepBucket
 
-__all__ = [
-    "ACTIVATIONS",
-    "ACTIVATION_HEADINGS",
-    "Activation",
-    "DevicePeakMemory",
-    "HeadlineNumber",
-    "MemoryUsage",
-    "ModuleDtypes",
-    "SuggestedSetting",
-    "TotalShare",
-    "activations_of",
-    "as_mapping",
-    "count_output_dtypes",
-    "device_time_by_kind",
-    "dtype_flow_of",
-    "environment",
-    "headline_numbers_of",
-    "largest_matmuls",
-    "mapping",
-    "memory",
-    "optimizer_names",
-    "sentences",
-    "settings",
-    "skip_rate",
-    "steps_of",
-    "timing",
-    "waiting_lines",
-    "work_by_precision",
-]
-
 TIMING_NAMES = {  # the most important ones; JSON has all
     "seconds_per_step": "time per step",
     "half_share": "matmuls in half precision",
@@ -226,7 +196,7 @@ class DevicePeakMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUsage:
+class HeldMemory:
     """Memory by what it holds. ``whole`` describes the total of the parts."""
 
     parts: list[TotalShare]
@@ -301,7 +271,7 @@ def waiting_lines(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def memory(run: Run) -> MemoryUsage | None:
+def memory(run: Run) -> HeldMemory | None:
     """Return what took up memory; None if nothing was measured."""
     found = mapping(run, "memory")
     held = {words: _amounts(found.get(name)) for name, words in MEMORY_NAMES.items()}
@@ -318,7 +288,7 @@ def memory(run: Run) -> MemoryUsage | None:
     if not amounts and not devices and read_number(found.get("host_peak")) is None:
         return None
     whole = f"of {format_bytes(sum(amounts.values()))}" + (" at the device's peak" if OTHER_MEMORY in amounts else "")
-    return MemoryUsage(
+    return HeldMemory(
         parts=_shares(amounts, notes),
         whole=whole,
         devices=[

@@ -38,8 +38,6 @@ from ampwise.report.verdict import event_lines, is_empty_run, occurrence, openin
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import CountedFinding
 
-__all__ = ["run_text"]
-
 WIDEST = 119  # longer lines of prose are hard to read
 MOST_LAYERS = 12
 MOST_MODULES = 12

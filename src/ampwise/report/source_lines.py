@@ -16,13 +16,6 @@ TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     from ampwise.runs.rows import CountedFinding
 
-__all__ = [
-    "SourceFiles",
-    "excerpt",
-    "recorded_excerpt",
-    "recorded_lines",
-]
-
 CONTEXT = 2  # lines before and after, on a page
 INDENT = "  "
 MAX_LINE_WIDTH = 160  # characters of a line to show; a line of data can be a megabyte

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ampwise.finding import Finding, Place
 from ampwise.finding.terminal import paint, printable
-
-__all__ = [
-    "GAP",
-    "INDENT",
-    "NARROWEST",
-    "bullets",
-    "finding_paragraph",
-    "more_line",
-    "path_from_here",
-    "place_text",
-    "shorten_middle",
-    "text_table",
-    "wrap_text",
-]
 
 NARROWEST = 60  # a smaller width is a mistake in COLUMNS
 SHORTEST_NAME = 16
@@ -119,11 +105,17 @@ def more_line(count: int) -> list[str]:
 
 
 def text_table(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], *, colour: bool, width: int, styles: Sequence[str] = ()
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    colour: bool,
+    width: int,
+    styles: Sequence[str] = (),
+    left: Collection[int] | None = None,
 ) -> list[str]:
     """Return the lines of a table: a name as wide as fits, right-aligned numbers, and a text in the last column.
 
-    styles: how to paint the last column of each row; an empty one leaves it as it is.
+    styles: how to paint the last column of each row; an empty one leaves it as it is. left: other columns of text.
     """
     from rich.cells import cell_len
 
@@ -131,11 +123,15 @@ def text_table(
     available = width - len(INDENT) - sum(widths[1:]) - len(GAP) * (len(widths) - 1)
     widths[0] = min(widths[0], max(available, SHORTEST_NAME))
 
+    texts = (0, len(widths) - 1) if left is None else left
+
     def line(row: Sequence[str], style: str = "") -> str:
-        name = shorten_middle(row[0], widths[0])
-        numbers = [" " * (space - cell_len(cell)) + cell for cell, space in zip(row[1:-1], widths[1:-1], strict=True)]
-        last = paint(row[-1], style, colour) if style else row[-1]
-        return GAP.join([name + " " * (widths[0] - cell_len(name)), *numbers, last]).rstrip()
+        cells = [shorten_middle(row[0], widths[0]), *row[1:]]
+        fills = [" " * (space - cell_len(cell)) for cell, space in zip(cells, widths, strict=True)]
+        cells[-1] = paint(cells[-1], style, colour) if style else cells[-1]
+        for place, fill in enumerate(fills):
+            cells[place] = cells[place] + fill if place in texts else fill + cells[place]
+        return GAP.join(cells).rstrip()
 
     painted = [line(row, style) for row, style in zip(rows, styles or [""] * len(rows), strict=True)]
     return [f"{INDENT}{each}" for each in (paint(line(headings), "dim", colour), *painted)]

@@ -10,21 +10,6 @@ from ampwise.runs.events import LoggedEvent
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import CountedFinding
 
-__all__ = [
-    "UNKNOWN",
-    "count_by_severity",
-    "ending",
-    "event_lines",
-    "is_empty_run",
-    "latest_events",
-    "occurrence",
-    "opening",
-    "run_mood",
-    "setup_of",
-    "verdict",
-    "worst_first",
-]
-
 REASONS = ("Nothing was watched", "Some calls could not be followed")  # notes that explain why nothing was measured
 UNKNOWN = "unknown"  # the status of a record without one
 RANKS_NAMED = 8  # ranks to list by number

@@ -9,8 +9,6 @@ from typing import Any, Literal
 from ampwise.finding.strict_json import to_json_types
 from ampwise.runs.json_lines import is_count, object_line, read_object
 
-__all__ = ["EVENT_LISTENERS", "LEVELS", "Level", "LoggedEvent", "event_line", "read_event"]
-
 Level = Literal["info", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("info", "warning", "error")
 DEEPEST = 4  # lists in the fields of an event, one in another

@@ -13,8 +13,6 @@ from typing import IO, Any
 
 from ampwise.finding.strict_json import loads
 
-__all__ = ["TEMPORARY_SUFFIX", "AppendOnlyFile", "open_regular", "read_json", "write_atomically"]
-
 TEMPORARY_SUFFIX = ".new"  # suffix of a file until it is complete
 WRITING_SHARE = 0.01  # largest fraction of the time spent in write()
 LONGEST_WAIT_S = 1.0  # that a line stays in memory

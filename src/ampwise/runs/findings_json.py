@@ -12,8 +12,6 @@ from ampwise.finding.strict_json import to_json_types
 from ampwise.runs.json_lines import is_count
 from ampwise.runs.rows import CountedFinding
 
-__all__ = ["findings_data", "read_findings"]
-
 PLACE_TEXTS = ("file", "module", "parameter", "device")
 RULE_TEXTS = ("code", "name", "severity", "summary", "why", "fix", "bad", "good")
 

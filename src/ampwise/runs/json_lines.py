@@ -24,20 +24,6 @@ from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.formats import binade_of
 from ampwise.runs.rows import NO_STATS, LayerSample, NumberStats, StepBucket, StepRow, merge_buckets
 
-__all__ = [
-    "LINE_ERRORS",
-    "bucket_line",
-    "is_count",
-    "layers_line",
-    "object_line",
-    "read_bucket",
-    "read_layers",
-    "read_object",
-    "step_line",
-    "thin_layers",
-    "thin_steps",
-]
-
 # Errors that an invalid line can raise.
 LINE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 KEYS = {"l": "loss", "n": "norm", "g": "scale", "r": "lr"}

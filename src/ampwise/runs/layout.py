@@ -11,25 +11,6 @@ from pathlib import Path
 from ampwise.errors import BadInput
 from ampwise.runs.files import TEMPORARY_SUFFIX, read_json
 
-__all__ = [
-    "EVENTS",
-    "FILES",
-    "FINDINGS",
-    "FORMAT",
-    "LARGEST_MANIFEST",
-    "LAYERS",
-    "MANIFEST",
-    "STEPS",
-    "VERSION",
-    "is_rank_folder",
-    "is_record",
-    "newest_record",
-    "prepare_folder",
-    "rank_folders",
-    "records_in",
-    "why_not_a_record",
-]
-
 FORMAT = "ampwise-run"
 VERSION = 1
 MANIFEST, STEPS, LAYERS, FINDINGS = "manifest.json", "steps.jsonl", "layers.jsonl", "findings.json"

@@ -35,8 +35,6 @@ from ampwise.runs.tensor_files import (
     original_dtype,
 )
 
-__all__ = ["AttributeDict", "Encoded", "PlainDecoder", "PlainEncoder", "from_json", "to_json"]
-
 DEEPEST = 50  # data nested deeper is a mistake, or contains itself
 MOST_BYTES = 16_000_000  # of tensors, arrays and bytes in the JSON, in total
 MAX_INTEGER_BITS = 4096

@@ -34,8 +34,6 @@ from ampwise.runs.layout import (
 )
 from ampwise.runs.rows import CountedFinding, LayerSample, StepBucket, fold_consequences
 
-__all__ = ["RecordFollower", "Run"]
-
 
 class ReadLimits(NamedTuple):
     """Limits on how much of a file is read: in memory, a line takes many times its length."""

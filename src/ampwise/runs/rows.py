@@ -10,19 +10,6 @@ from typing import Any, NamedTuple
 from ampwise.finding import Finding
 from ampwise.numbers.census.algebra import Census
 
-__all__ = [
-    "METRICS",
-    "NO_STATS",
-    "SKIP_RATE_STEPS",
-    "CountedFinding",
-    "LayerSample",
-    "NumberStats",
-    "StepBucket",
-    "StepRow",
-    "fold_consequences",
-    "merge_buckets",
-]
-
 METRICS = ("loss", "norm", "scale", "lr")  # numbers of a step
 SKIP_RATE_STEPS = 100  # steps over which the skip rate is computed
 LONGEST_CHAIN = 8  # of a cause, its consequence, the consequence of that ...

@@ -28,18 +28,6 @@ from ampwise.finding.strict_json import loads
 from ampwise.runs.files import open_regular, write_atomically
 from ampwise.runs.json_lines import is_count
 
-__all__ = [
-    "INTEGER_BY_SIZE",
-    "TensorFile",
-    "as_stored",
-    "dtype_named",
-    "from_stored",
-    "read_tensors",
-    "refuse_unwritable",
-    "size_on_disk",
-    "write_tensors",
-]
-
 LENGTH = struct.Struct("<Q")  # length of the header
 LONGEST_HEADER = 32_000_000  # bytes; a thousand tensors take about 100,000
 LONGEST_NAME = 4096

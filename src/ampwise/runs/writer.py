@@ -26,8 +26,6 @@ from ampwise.runs.json_lines import layers_line, step_line, thin_layers, thin_st
 from ampwise.runs.layout import EVENTS, FINDINGS, FORMAT, LAYERS, MANIFEST, STEPS, VERSION, prepare_folder
 from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
 
-__all__ = ["STATUSES", "RecordLimits", "RecordWriter", "RunEvent", "exception_data"]
-
 STATUSES = ("running", "finished", "failed", "interrupted")
 FEWEST_SAMPLES = 16  # kept however large they are
 MANIFEST_REST_S = 1.0  # between two writes of the manifest

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["onednn_restored"]
-
 FALLBACK_WARNING = "mkldnn_matmul failed"  # followed by the stack; the result is still computed
 
 

@@ -35,16 +35,6 @@ from ampwise.train.precision.policy import Policy
 from ampwise.train.precision.precision import choose_precision
 from ampwise.tune.init.reading import Script
 
-__all__ = [
-    "OPTIMIZERS",
-    "CaseFactory",
-    "TrainCase",
-    "TrainingStep",
-    "load_factory",
-    "make_factory",
-    "make_optimizer",
-]
-
 EXPECTED = (
     "expected a function that returns the model, a batch and the loss function, such as "
     "`return net, (x, y), lambda x, y: F.cross_entropy(net(x), y)`. `ampwise init train.py` writes one."
@@ -84,8 +74,9 @@ class TrainCase:
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
             if not DOES_NOT_FIT.search(str(error)) or isinstance(error, torch.OutOfMemoryError):
                 raise
+            shapes = ", ".join(f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in self.tensors)
             raise BadInput(
-                f"{self.name}: the batch ({self._shapes}) does not fit the loss function: {describe_error(error)}. "
+                f"{self.name}: the batch ({shapes}) does not fit the loss function: {describe_error(error)}. "
                 "The batch is passed as its arguments, a dict as keywords: make its sizes those of your data."
             ) from error
         # The loss is the result itself, the first of several, or found by its name, as in transformers.
@@ -99,10 +90,6 @@ class TrainCase:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else describe_type(loss)
             raise BadInput(f"{self.name}: the loss is {shown}, not a tensor with one element; {EXPECTED}")
         return loss
-
-    @property
-    def _shapes(self) -> str:
-        return ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in self.tensors)
 
     @property
     def parameters(self) -> list[Parameter]:

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from ampwise.errors import BadInput
-from ampwise.guard.disk.catalog import DamagedCheckpoint, checkpoints, mark_bad, mark_good, verify
-from ampwise.guard.disk.manifest import LARGEST_MANIFEST, MANIFEST, MARK, SEAL
+from ampwise.guard.disk.catalog import checkpoints, mark_bad, mark_good, verify
+from ampwise.guard.disk.manifest import LARGEST_MANIFEST, MANIFEST, MARK, SEAL, DamagedCheckpoint
 
 from .disk_toys import FILE, PLAIN, forge, forge_file, read_all, read_into, read_plain, save, stored_tensors
 

@@ -241,7 +241,7 @@ def test_a_place_opens_in_an_editor(make_run, rules, file, folder, address):
 
 def test_what_a_finding_cost_is_said_in_the_title_the_overview_and_its_card(make_run, rules):
     clip = CountedFinding(
-        finding=rules["clip"].at(Place(file="train.py", line=31), "m", evidence={"limit": "1 divided by the scale"}),
+        finding=rules["clip"].at(Place(file="train.py", line=31), "m", evidence={"limit": 1.0}),
         count=120,
         first_step=1,
         last_step=120,

@@ -206,15 +206,15 @@ def test_papers_that_are_not_ours(tmp_path, speeds):
     from ampwise.errors import BadInput
 
     page = tmp_path / "page.html"
-    check_page_path(page, "--html", force=False)
+    check_page_path(page, force=False)
     page.write_text(made(speeds))
-    check_page_path(page, "--html", force=False)
+    check_page_path(page, force=False)
     page.write_text("")
-    check_page_path(page, "--html", force=False)
+    check_page_path(page, force=False)
     page.write_text("somebody's")
     with pytest.raises(BadInput, match="exists and is not an ampwise page"):
-        check_page_path(page, "--html", force=False)
-    check_page_path(page, "--html", force=True)
+        check_page_path(page, force=False)
+    check_page_path(page, force=True)
 
 
 @pytest.mark.parametrize("scheme", ["light", *by_night("dark")])

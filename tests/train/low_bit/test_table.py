@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from ampwise import memory
+from ampwise.tune.advise.model import parse_count
 from ampwise.tune.memory.allocation_log import PER_PARAMETER
-from ampwise.tune.memory.decoder import decoder_shape, parse_count
+from ampwise.tune.memory.decoder import decoder_shape
 
 ROOT = Path(__file__).parents[3]
 GENERATOR = ROOT / "tools" / "generate_docs.py"

@@ -31,18 +31,6 @@ from ampwise.guard.disk.manifest import (
 )
 from ampwise.runs.files import open_regular, write_atomically
 
-__all__ = [
-    "DamagedCheckpoint",
-    "SavedCheckpoint",
-    "checkpoints",
-    "clear_leftovers",
-    "mark_bad",
-    "mark_good",
-    "next_number",
-    "prune",
-    "verify",
-]
-
 CHANGED = "has changed since it was written: its checksum differs"
 LONGEST_REASON = 500
 HIDDEN_BY_NFS = ".nfs"  # prefix that NFS gives a file that was removed while it was open

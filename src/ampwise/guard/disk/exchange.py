@@ -11,8 +11,6 @@ import torch.distributed as dist
 from ampwise.errors import AmpwiseError, BadInput
 from ampwise.guard.disk.manifest import DamagedCheckpoint
 
-__all__ = ["CheckpointNotSaved", "RankGroup"]
-
 Local = TypeVar("Local")
 Answer = TypeVar("Answer")
 
@@ -54,7 +52,7 @@ class _Failure(NamedTuple):
         return CheckpointNotSaved(text, self.errno) if self.kind is CheckpointNotSaved else self.kind(text)
 
 
-class RankGroup:
+class CheckpointRanks:
     """The ranks that do something together; their process group must use gloo. None: one process.
 
     what: what cannot be done if a rank fails; begins the message of the error, which is raised on all ranks.

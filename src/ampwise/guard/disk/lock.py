@@ -23,8 +23,6 @@ from ampwise.finding.terminal import printable
 from ampwise.guard.disk.manifest import LOCK
 from ampwise.runs.files import open_regular, write_atomically
 
-__all__ = ["DirectoryLock"]
-
 LARGEST = 10_000  # bytes
 HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}

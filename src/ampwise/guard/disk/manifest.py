@@ -17,18 +17,6 @@ from typing import Any, NamedTuple
 from ampwise.errors import BadInput
 from ampwise.finding.strict_json import dumps, loads
 
-__all__ = [
-    "CheckpointManifest",
-    "DamagedCheckpoint",
-    "StoredFile",
-    "StoredTensor",
-    "TensorPiece",
-    "folder_name",
-    "plain_file",
-    "temporary_folder",
-    "tensors_file",
-]
-
 FORMAT = "ampwise-checkpoint"
 VERSION = 3  # version 2 had two ways to store tensors in plain data
 MANIFEST = "checkpoint.json"  # files, their sizes and checksums, and where each tensor is; written last

@@ -19,7 +19,7 @@ from torch import Tensor
 from ampwise.errors import BadInput
 from ampwise.finding.strict_json import loads
 from ampwise.guard.disk.catalog import CHANGED, SavedCheckpoint, read_manifest
-from ampwise.guard.disk.exchange import CheckpointNotSaved, RankGroup
+from ampwise.guard.disk.exchange import CheckpointNotSaved, CheckpointRanks
 from ampwise.guard.disk.manifest import (
     LARGEST_PLAIN,
     MOST_PARTS,
@@ -32,8 +32,6 @@ from ampwise.guard.disk.writing import LocalPiece, local_piece
 from ampwise.runs.files import open_regular
 from ampwise.runs.tensor_files import DTYPES, INTEGER_BY_SIZE, machine_memory, read_tensors
 from ampwise.trace.value_ranges import local_shard
-
-__all__ = ["CheckpointReader", "StoredTensorInfo"]
 
 
 class StoredTensorInfo(NamedTuple):
@@ -106,7 +104,7 @@ class CheckpointReader:
         Names, dtypes and shapes must match the checkpoint; BadInput names the first that does not. No tensor is written
         before all ranks have compared the checksums of their files; all raise Damaged if one differs.
         """
-        ranks = RankGroup(group, f"{self._folder} cannot be read")
+        ranks = CheckpointRanks(group, f"{self._folder} cannot be read")
 
         def check() -> set[str]:
             stored = self.stored()

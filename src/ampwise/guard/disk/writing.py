@@ -30,7 +30,7 @@ from ampwise.guard.disk.catalog import (
     next_number,
     sync_folder,
 )
-from ampwise.guard.disk.exchange import RankGroup
+from ampwise.guard.disk.exchange import CheckpointRanks
 from ampwise.guard.disk.manifest import (
     LARGEST_MANIFEST,
     LARGEST_PLAIN,
@@ -50,8 +50,6 @@ from ampwise.guard.disk.manifest import (
 )
 from ampwise.runs.files import write_atomically
 from ampwise.runs.tensor_files import CODES, DTYPES, METADATA, refuse_unwritable, write_tensors
-
-__all__ = ["LocalPiece", "local_piece", "plan_pieces", "write_checkpoint"]
 
 MOST_ATTEMPTS = 100_000  # at one step
 SPARE_BYTES = 1_000_000  # bytes for the manifest and file system overhead
@@ -88,7 +86,7 @@ def write_checkpoint(
     raise NotSaved (an OSError) or BadInput, and nothing is left on disk.
     """
     home = Path(directory)
-    ranks = RankGroup(group, f"a checkpoint of step {step} cannot be written to {home}")
+    ranks = CheckpointRanks(group, f"a checkpoint of step {step} cannot be written to {home}")
     writer = _CheckpointWriter(home, step, ranks.rank)
     try:
         folder, keys = ranks.exchange(lambda: writer.check(live, staged, plain, frozenset(alike)), writer.plan)

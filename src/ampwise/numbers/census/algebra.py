@@ -19,8 +19,6 @@ from typing import Any
 from ampwise.errors import BadInput
 from ampwise.numbers.formats import BlockFormat, Format, binade_of, find_format, find_scalar_format
 
-__all__ = ["Census", "Count"]
-
 
 class Count(int):
     """Integer with bounds: the true count is between ``low`` and ``high``, and the value is ``high``.

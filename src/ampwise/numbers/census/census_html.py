@@ -6,19 +6,17 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from ampwise.finding.html import COLOURS
-from ampwise.numbers.formats import Format, find_scalar_format
+from ampwise.numbers.formats import find_scalar_format
 
 if TYPE_CHECKING:
     from ampwise.numbers.census.algebra import Census
 
-__all__ = ["census_html"]
-
 BAR_WIDTH, HEIGHT, WIDEST = 7, 80, 840
 
 
-def census_html(census: Census, fmt: str | Format = "fp16") -> str:
-    """Return bars coloured by what ``fmt`` does to the values, with the numbers in a line below."""
-    found = find_scalar_format(fmt)
+def census_html(census: Census) -> str:
+    """Return bars coloured by what FP16 does to the values, with the numbers in a line below."""
+    found = find_scalar_format("fp16")
     bars = list(census.histogram())
 
     def fate(exponent: int) -> str:

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ampwise.numbers.census.algebra import Census
 
-__all__ = ["DOUBLE", "INFS", "NANS", "SINGLE", "FloatLayout", "count_in_torch", "merge_rows"]
-
 PIECE = 1 << 22  # values at a time: the integers of the reference take eight times the memory of FP32
 
 # Columns of a row. LARGEST holds the bits of the largest finite magnitude. SMALLEST holds magnitude_mask - (bits - 1)

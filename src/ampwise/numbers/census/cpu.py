@@ -20,8 +20,6 @@ try:
 except ImportError:  # there was no compiler at installation
     _native = None
 
-__all__ = ["count_all_on_cpu", "count_on_cpu"]
-
 CountedRows = tuple[Tensor, Tensor]  # a row of counts and a sum of squares, or as many of both as there are tensors
 CountPiece = tuple[int, int, int, int]  # for the C extension: address, number of values, kind, and the row to fill
 

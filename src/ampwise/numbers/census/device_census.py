@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ampwise.numbers.census.algebra import Census
 
-__all__ = ["DeviceCensus"]
-
 
 class DeviceCensus(Mapping[str, Census]):
     """Censuses of several tensors, by name. Reading any of them syncs with the device, once."""

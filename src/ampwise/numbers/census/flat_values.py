@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ampwise.errors import UnsupportedTensor
 
-__all__ = ["DTYPE_CODES", "flat_values"]
-
 # The dtypes that the C extension and the kernel can read, and their codes there.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

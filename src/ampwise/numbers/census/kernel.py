@@ -22,8 +22,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK", "CHUNK", "SLOW_BLOCK", "WARPS", "census_kernel", "count_program"]
-
 BLOCK = 1024  # values at a time: two 16-byte loads of FP32 for each thread, one of BF16
 SLOW_BLOCK = 256  # smaller, as the slow count needs more registers per value, which limit occupancy
 CHUNK = 32768  # values for each program: enough to make clearing and reading its counters negligible

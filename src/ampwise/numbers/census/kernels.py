@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ampwise.numbers.census.launch import PendingCensus
 
-__all__ = ["ALIGNMENT", "has_kernels", "launcher"]
-
 ALIGNMENT = 16  # bytes, as kernels need for vector loads
 
 

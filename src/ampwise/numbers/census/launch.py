@@ -21,21 +21,6 @@ from ampwise.numbers.census.count_row import BINADES, SINGLE
 from ampwise.numbers.census.flat_values import DTYPE_CODES
 from ampwise.numbers.census.kernels import ALIGNMENT
 
-__all__ = [
-    "ChunkPlan",
-    "PendingCensus",
-    "TensorBatch",
-    "address_table",
-    "census_arguments",
-    "count_into_",
-    "launch",
-    "launch_census",
-    "launching_on",
-    "new_buffer",
-    "plan_of",
-    "read_census",
-]
-
 COLUMNS = SINGLE.columns
 HERE = nullcontext()
 MOST_COMPILED = 256  # kinds of arguments for which a kernel is kept

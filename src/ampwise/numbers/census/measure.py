@@ -15,8 +15,6 @@ from ampwise.numbers.census.device_census import DeviceCensus
 from ampwise.numbers.census.flat_values import flat_values
 from ampwise.numbers.census.kernels import launcher
 
-__all__ = ["census"]
-
 T = TypeVar("T")
 Later = Callable[[], T]  # a result whose fetch may sync
 

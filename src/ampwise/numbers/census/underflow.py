@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.formats import find_scalar_format
 
-__all__ = ["FLUSHED", "NO_UNDERFLOW", "Underflow", "scale_exponent", "underflow"]
-
 FP16 = find_scalar_format("fp16")
 FLUSHED = FP16.lowest_exponent - FP16.mantissa_bits - 1  # magnitudes up to this power of two become zero
 

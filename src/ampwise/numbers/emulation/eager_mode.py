@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["run_eagerly"]
-
 
 def run_eagerly() -> AbstractContextManager[Any]:
     """Run compiled code eagerly within the context: compiled code shows no operations and calls no hooks."""

@@ -26,8 +26,6 @@ from ampwise.numbers.emulation.eager_mode import run_eagerly
 from ampwise.numbers.emulation.node_recipes import NodeRecipes, checkpoint_depth, in_backward
 from ampwise.numbers.emulation.recipe import EmulationRecipe
 
-__all__ = ["MatmulEmulation", "emulated"]
-
 aten = torch.ops.aten
 
 # Positions of an operator's two operands.

@@ -16,8 +16,6 @@ from torch.autograd.function import BackwardCFunction
 
 from ampwise.numbers.emulation.recipe import EmulationRecipe
 
-__all__ = ["NodeRecipes", "checkpoint_depth", "in_backward"]
-
 MOST_NOTED = 2**18
 CHECKPOINT = torch.utils.checkpoint.__file__
 BACKWARD_PASS = torch.autograd.graph._engine_run_backward.__code__

@@ -11,16 +11,6 @@ from ampwise.errors import BadInput
 from ampwise.numbers.formats import BlockFormat, Format, find_format
 from ampwise.numbers.formats.cast import Rounding, cast, kernels_for
 
-__all__ = [
-    "UP",
-    "EmulationRecipe",
-    "parse_recipe",
-    "recipe_for_format",
-    "recipe_with_scales_rounded_up",
-    "round_operand",
-    "with_scales_rounded_up",
-]
-
 STOCHASTIC, UP = "stochastic", "up"  # after the formats
 # Formats of up to this many bits need a scale for each tensor.
 SCALED_UP_TO_BITS = 8

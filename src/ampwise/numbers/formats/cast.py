@@ -20,8 +20,6 @@ from ampwise.errors import BadInput, UnsupportedTensor
 from ampwise.numbers.formats.catalog import find_format
 from ampwise.numbers.formats.format import BlockFormat, Format
 
-__all__ = ["Rounding", "can_round_by_adding", "cast", "kernels_for", "overflow_value"]
-
 Rounding = Literal["nearest", "stochastic"]
 
 

@@ -19,8 +19,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["block_kernel", "largest_kernel", "scalar_kernel"]
-
 _SIGN = tl.constexpr(-(2**31))
 _MASK = tl.constexpr(2**31 - 1)
 _INFINITY = tl.constexpr(0x7F800000)  # and the mask of an exponent

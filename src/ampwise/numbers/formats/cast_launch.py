@@ -17,8 +17,6 @@ from ampwise.numbers.formats import cast_kernel
 from ampwise.numbers.formats.cast import can_round_by_adding, overflow_value
 from ampwise.numbers.formats.format import BlockFormat, Format
 
-__all__ = ["can_round", "launch_cast"]
-
 BLOCK = 1024  # values for each program: eight for each thread
 TILE = 2048  # values for each program, for block formats
 MOST_COLUMNS = 128

@@ -12,8 +12,6 @@ from typing import Any
 from ampwise.errors import BadInput, UnknownName
 from ampwise.numbers.formats.format import BlockFormat, Format
 
-__all__ = ["BLOCK_FORMATS", "FORMATS", "all_names", "find_format", "find_scalar_format"]
-
 FP64 = Format(
     name="fp64", title="FP64", exponent_bits=11, mantissa_bits=52, bias=1023, reserved_codes=2**52,
     infinities=True, aliases=("double", "float64", "f64"), torch_dtype="float64",

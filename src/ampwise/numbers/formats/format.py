@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BlockFormat", "Format", "binade_of", "short_number"]
-
 # What ``as_dict`` returns, in order.
 _SCALAR_KEYS = (
     "name", "title", "aliases", "torch_dtype", "bits", "bytes_per_value", "signed", "exponent_bits", "mantissa_bits",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ from ampwise.report.run_facts import environment, mapping, settings, steps_of
 from ampwise.report.verdict import UNKNOWN, ending
 from ampwise.runs.reader import Run
 
-__all__ = ["Comparison", "SetupDifference"]
-
 # The numbers that decide between better and worse. The time per step is not among them: a busy machine changes it.
 LOSSES = ("loss_at_end", "losses_not_finite")
 VERSIONS = ("torch", "cuda", "ampwise", "python")
@@ -44,7 +42,7 @@ class SetupDifference:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        return {"what": self.what, "before": self.before, "after": self.after}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

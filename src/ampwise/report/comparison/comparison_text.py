@@ -8,8 +8,6 @@ from ampwise.report.comparison.matches import ComparedFinding
 from ampwise.report.formatting import format_percent
 from ampwise.report.text_layout import GAP, INDENT, NARROWEST, more_line, place_text, text_table, wrap_text
 
-__all__ = ["STYLES", "TITLES", "comparison_text", "how_often", "sentence"]
-
 MOST_FINDINGS = 20  # of each kind; JSON and the page have all
 MOST_LAYERS = 10
 MOST_NAMES = 4

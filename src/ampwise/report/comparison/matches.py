@@ -15,18 +15,6 @@ from ampwise.report.verdict import worst_first
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import CountedFinding
 
-__all__ = [
-    "STATUSES",
-    "ComparedFinding",
-    "ComparedLayer",
-    "are_alike",
-    "compared_findings",
-    "compared_layers",
-    "file_name",
-    "only_in",
-    "plain_name",
-]
-
 STATUSES = ("new", "open", "still", "gone")
 NEAR = 20  # how many lines an edited line may have moved and still match
 MOST_TRIED = 1_000_000  # pairs of one rule in one file to try; only an artificial record has more

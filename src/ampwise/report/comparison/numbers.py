@@ -17,8 +17,6 @@ from ampwise.report.run_facts import TIMING_NAMES, as_mapping, mapping, optimize
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import NumberStats, StepBucket
 
-__all__ = ["SEED_WARNING", "TOO_FEW", "UNCLEAR", "ComparedNumber", "compared_numbers", "steps_in_common"]
-
 UNCLEAR = "no clear difference"
 TOO_FEW = "too few steps to tell"
 # The noise within each run's loss does not show how far another seed would be off.

@@ -24,8 +24,6 @@ from ampwise.runs.rows import NO_STATS, NumberStats
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["CurveAxis", "TerminalSize", "axis_of", "columns_in", "draw", "draw_curves", "draw_frame"]
-
 METRICS = ("loss", "scale", "norm")
 RECENT_SAMPLES = 8  # layer samples that are summed for each frame, of hundreds
 VERDICT_LINES = 2

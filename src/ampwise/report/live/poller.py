@@ -13,8 +13,6 @@ from ampwise.runs.files import TEMPORARY_SUFFIX
 from ampwise.runs.layout import MANIFEST, is_rank_folder, newest_record, records_in, why_not_a_record
 from ampwise.runs.reader import RecordFollower, Run
 
-__all__ = ["PAUSE_FACTOR", "RecordPoller", "find_record", "wait_for_record"]
-
 PATIENCE_S = 600.0  # a run may start later than this, but a typing mistake should not go unnoticed for longer
 PAUSE_S = 0.5
 PAUSE_FACTOR = 9.0  # pause as a multiple of the reading time: a live view takes at most a tenth of a core from the run
@@ -35,9 +33,9 @@ def find_record(path: Path) -> Path | None:
     return path if (path / MANIFEST).exists() else newest_record(path) or path
 
 
-def wait_for_record(path: Path, say: Callable[[str], None], *, patience_s: float = PATIENCE_S) -> Path:
+def wait_for_record(path: Path, say: Callable[[str], None]) -> Path:
     """Wait until there is a record, and return it."""
-    end = time.monotonic() + patience_s
+    end = time.monotonic() + PATIENCE_S
     found = find_record(path)
     if found is None:
         guess = ", which has none yet"
@@ -48,7 +46,7 @@ def wait_for_record(path: Path, say: Callable[[str], None], *, patience_s: float
     while found is None:
         if time.monotonic() > end:
             raise BadInput(
-                f"{path}: no record after {patience_s / 60:.0f} minutes. `ampwise run -o {path} train.py` writes one."
+                f"{path}: no record after {PATIENCE_S / 60:.0f} minutes. `ampwise run -o {path} train.py` writes one."
             )
         time.sleep(PAUSE_S)
         found = find_record(path)

@@ -15,8 +15,6 @@ from ampwise.runs.events import LoggedEvent
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import CountedFinding, NumberStats, StepBucket
 
-__all__ = ["RunState", "format_duration", "format_number", "format_trouble", "one_line", "state_of"]
-
 RECENT_S = 30.0  # period over which steps per second are computed
 QUIET_S = 60.0  # after which the view says that nothing was written
 

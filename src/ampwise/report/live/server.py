@@ -31,8 +31,6 @@ from ampwise.finding.strict_json import dumps
 from ampwise.report.live.poller import PAUSE_FACTOR, RecordPoller
 from ampwise.runs.reader import RecordFollower, Run
 
-__all__ = ["HOST", "LiveServer", "PageCache", "redirect_page", "serve"]
-
 HOST = "127.0.0.1"  # never another interface
 LOOK_S = 2.0  # between two reads of the record, however many clients there are; also the page's polling interval
 PATIENCE_S = 0.5  # wait for a new page; after that the client gets the previous one

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-__all__ = ["has_ended", "poll", "show_once", "watch"]
-
 ON_A_TERMINAL_S = 1.0  # between two looks
 ELSEWHERE_S = 5.0
 LONGEST_REST_S = 5.0  # between two looks at a very large record

@@ -16,8 +16,6 @@ from ampwise.report.run_facts import optimizer_names
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import METRICS, SKIP_RATE_STEPS, LayerSample, NumberStats
 
-__all__ = ["chart_data", "curves", "curves_of", "heat_maps", "shown_layers"]
-
 POINTS = 3000  # per line: three times what a screen shows, so that zooming in shows more
 MOST_LINES = 6  # optimizers
 MOST_LAYERS = 400

@@ -8,17 +8,15 @@ from pathlib import Path
 from ampwise.errors import BadInput
 from ampwise.report.page.templates import GENERATOR_MARK
 
-__all__ = ["check_page_path", "write_page"]
-
 HEAD = 2000  # characters at the start of a file in which ampwise's mark must be
 
 
-def check_page_path(path: Path, option: str, *, force: bool) -> None:
+def check_page_path(path: Path, *, force: bool) -> None:
     """Raise if the path is not writable as a page, or is a file that ampwise did not write."""
     if path.is_dir():
-        raise BadInput(f"{option} {path}: is a folder. Give a file, such as {path / 'page.html'}.")
+        raise BadInput(f"-o {path}: is a folder. Give a file, such as {path / 'page.html'}.")
     if not path.parent.is_dir():
-        raise BadInput(f"{option} {path}: there is no folder {path.parent}.")
+        raise BadInput(f"-o {path}: there is no folder {path.parent}.")
     if not path.is_file() or force:
         return
     try:
@@ -28,13 +26,13 @@ def check_page_path(path: Path, option: str, *, force: bool) -> None:
     except OSError:
         is_ours = False
     if not is_ours:
-        raise BadInput(f"{option} {path}: exists and is not an ampwise page. Use -f to overwrite it, or give another.")
+        raise BadInput(f"-o {path}: exists and is not an ampwise page. Use -f to overwrite it, or give another.")
 
 
-def write_page(page: Callable[[], str], path: Path, option: str, *, force: bool) -> None:
+def write_page(page: Callable[[], str], path: Path, *, force: bool) -> None:
     """Write the page; the path is checked again, as a file may have appeared since."""
-    check_page_path(path, option, force=force)
+    check_page_path(path, force=force)
     try:
         path.write_text(page(), encoding="utf-8")
     except OSError as error:
-        raise BadInput(f"{option} {path}: cannot be written: {error.strerror or error}. Give another file.") from error
+        raise BadInput(f"-o {path}: cannot be written: {error.strerror or error}. Give another file.") from error

@@ -44,17 +44,6 @@ from ampwise.report.verdict import ending, latest_events, occurrence, opening, r
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import CountedFinding
 
-__all__ = [
-    "FindingCard",
-    "comparison_view",
-    "finding_card",
-    "live_state",
-    "markers",
-    "rules_of",
-    "run_view",
-    "severity_chips",
-]
-
 MOST_FINDINGS = 300
 MOST_EVENTS = 300
 MOST_MODULES = 12

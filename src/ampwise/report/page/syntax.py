@@ -12,8 +12,6 @@ from markupsafe import Markup, escape
 
 from ampwise.finding.terminal import printable
 
-__all__ = ["coloured", "coloured_lines"]
-
 STRINGS = {token.STRING, *(getattr(token, f"FSTRING_{part}", -1) for part in ("START", "MIDDLE", "END"))}  # from 3.12
 LONGEST = 400  # characters of a line to show
 Span = tuple[int, int, str]  # columns, and a class of page.css

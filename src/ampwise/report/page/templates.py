@@ -22,8 +22,6 @@ from ampwise.finding.strict_json import dumps
 from ampwise.finding.terminal import printable
 from ampwise.report.page.syntax import coloured
 
-__all__ = ["GENERATOR_MARK", "finalize", "plain", "render_template", "shared_variables", "template"]
-
 GENERATOR_MARK = '<meta name="generator" content="ampwise report">'  # identifies a page that ampwise wrote
 STYLES = ("vendor/uPlot.min.css", "page.css")
 LIBRARY = "vendor/uPlot.iife.min.js"

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from ampwise.finding import Finding, Place
 
-__all__ = ["cell_position", "fingerprints", "project_path"]
-
 
 def project_path(file: str) -> str:
     """Return ``file`` relative to the checkout, with forward slashes; absolute if it is outside.

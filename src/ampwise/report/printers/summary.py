@@ -12,8 +12,6 @@ TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["describe_unchecked", "fix_mark", "in_file_order", "render_statistics", "summary"]
-
 NO_STATISTICS = ("gitlab", "sarif")  # formats that cannot contain counts
 
 

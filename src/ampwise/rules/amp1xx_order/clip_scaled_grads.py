@@ -162,5 +162,5 @@ def check_event(clip: Clip) -> Findings:
         yield RULE.at(
             clip.site.place,
             f"`{clip.function}` gets gradients that are still multiplied by the loss scale",
-            evidence={} if clip.limit is None else {"limit": f"{clip.limit:g} divided by the loss scale"},
+            evidence={} if clip.limit is None else {"limit": clip.limit},
         )

@@ -10,9 +10,7 @@ from typing import NamedTuple
 from ampwise.numbers.census.underflow import NO_UNDERFLOW, underflow
 from ampwise.runs.events import LoggedEvent
 from ampwise.runs.rows import SKIP_RATE_STEPS, LayerSample, StepRow
-from ampwise.runs.writer import RunEvent as SinkEvent
-
-__all__ = ["METRICS", "PREFIX", "STEP", "Metric", "MetricRows", "MetricsRow", "SinkEvent", "SkipCounter", "TimedEvent"]
+from ampwise.runs.writer import RunEvent
 
 PREFIX = "ampwise/"
 STEP = PREFIX + "step"  # the step axis in sinks whose own step counter belongs to the script
@@ -58,7 +56,7 @@ class TimedEvent(NamedTuple):
     which may drop steps."""
 
     at: float
-    event: SinkEvent
+    event: RunEvent
     skip_rate: float | None = None
 
 

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from ampwise.errors import BadInput
 from ampwise.runs.events import LoggedEvent
 from ampwise.runs.rows import LayerSample, StepRow
-from ampwise.runs.sinks.metrics import MetricRows, MetricsRow, SinkEvent, SkipCounter, TimedEvent
+from ampwise.runs.sinks.metrics import MetricRows, MetricsRow, SkipCounter, TimedEvent
+from ampwise.runs.writer import RunEvent
 
 if TYPE_CHECKING:
     from ampwise.runs.sinks import SinkRequest
-
-__all__ = ["SINK_FAILED", "SinkFailure", "SinkPhase", "SinkThread", "SinkThreads", "WaitLimits", "wait_limits"]
 
 SINK_FAILED = "sink-failed"
 MOST_WAITING = 10_000  # queued events; beyond that the oldest are dropped, which is reported at the end
@@ -126,7 +125,7 @@ class SinkThreads:
         self._limits = wait_limits()
         self._ended = self._closed = False
 
-    def send(self, event: SinkEvent) -> None:
+    def send(self, event: RunEvent) -> None:
         """Send an event of the run; takes microseconds."""
         if not self._ended:
             fact = TimedEvent(time.time(), event, self._skips.rate(event) if isinstance(event, StepRow) else None)

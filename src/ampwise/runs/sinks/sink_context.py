@@ -14,15 +14,6 @@ from typing import Any
 
 from ampwise.runs.sinks.metrics import MetricsRow
 
-__all__ = [
-    "Send",
-    "SinkContext",
-    "random_state_kept",
-    "use_separate_random",
-    "why_file_not_writable",
-    "why_folder_not_writable",
-]
-
 Send = Callable[[Sequence[MetricsRow]], None]  # an open sink
 
 

@@ -12,8 +12,6 @@ from ampwise.finding.terminal import paint, printable, shortened
 from ampwise.tune.advise.choice import ExpectedGain, PrecisionChoice
 from ampwise.tune.advise.symptoms import SYMPTOMS, TriageStep
 
-__all__ = ["Advice", "AdviceReason", "Compile", "KeptPart", "LossScale", "Switch", "as_text"]
-
 WIDTH = 110
 LABEL = 10  # columns, before the text of a section
 NAMES = {"auto": "BF16 where the device has tensor cores for it, else FP16"}

@@ -17,8 +17,6 @@ from ampwise.tune.advise.model import ModelFacts, parse_count
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = ["advise"]
-
 
 def advise(
     model: Module | Callable[..., Any] | str | None = None,

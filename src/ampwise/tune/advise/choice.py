@@ -15,8 +15,6 @@ from ampwise.tune.advise.model import KINDS, ModelFacts
 from ampwise.tune.advise.symptoms import SYMPTOMS
 from ampwise.tune.bench.verdict import SpeedVerdict, verdict_of
 
-__all__ = ["MEASURED", "ExpectedGain", "LossScaling", "PrecisionChoice", "parse_scaling"]
-
 USUAL_FACTOR = 1000.0  # of a manual loss scale
 
 # Fraction of an FP32 step spent in matmuls, from and to, by the model's work.

@@ -18,8 +18,6 @@ from ampwise.numbers.formats import find_scalar_format
 if TYPE_CHECKING:
     from ampwise.tune.advise.choice import PrecisionChoice
 
-__all__ = ["CLAIMS", "HALVES", "IDEAS", "Claim", "objections"]
-
 # Text with fields such as {choice.make} and {want}, or a function of the choice; "" or None for no text.
 Text = str | Callable[["PrecisionChoice"], str | None]
 Condition = Callable[["PrecisionChoice"], object]

@@ -15,8 +15,6 @@ from ampwise.tune.advise.snippets import snippets
 from ampwise.tune.advise.symptoms import triage
 from ampwise.tune.bench.verdict import DEFINITELY, OPTIONAL, USE, SpeedVerdict, verdict_of
 
-__all__ = ["decide"]
-
 # What speaks about the device comes first: there is no arguing with it.
 HARDWARE = ("AMP701", "AMP702")
 TFLOPS = 1e12

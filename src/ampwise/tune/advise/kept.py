@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from ampwise.tune.advise.advice import KeptPart
 from ampwise.tune.advise.choice import PrecisionChoice
 
-__all__ = ["kept_in_fp32"]
-
 # By the part or the kind of a model: what is sensitive, why, and how to keep it; a policy keeps the first three.
 SENSITIVE: dict[str, tuple[str, str, str]] = {
     "router": (

@@ -9,8 +9,6 @@ from decimal import Decimal
 from ampwise.errors import BadInput
 from ampwise.hardware.target import gib_text
 
-__all__ = ["KINDS", "ModelFacts", "ModelPart", "parse_count"]
-
 # The kinds of model with specific advice, and what each means.
 KINDS: dict[str, str] = {
     "transformer": "attention over tokens: GPT, BERT, ViT",

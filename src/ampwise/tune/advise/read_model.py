@@ -14,8 +14,6 @@ from ampwise.train.precision.policy import named_modules
 from ampwise.tune.advise.model import ModelFacts, ModelPart
 from ampwise.tune.train_case import load_factory, make_factory
 
-__all__ = ["read", "read_module"]
-
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 

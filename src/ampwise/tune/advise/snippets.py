@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from ampwise.tune.advise.advice import KeptPart
 from ampwise.tune.advise.choice import PrecisionChoice
 
-__all__ = ["snippets"]
-
 DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp8": "torch.bfloat16", "auto": "dtype"}
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 

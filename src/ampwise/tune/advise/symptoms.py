@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from ampwise.tune.advise.choice import PrecisionChoice
 
-__all__ = ["SYMPTOMS", "TriageStep", "triage"]
-
 CHECK, RUN = "ampwise check train.py", "ampwise run train.py"
 CAPSULE = "ampwise run --capsule capsules train.py"
 REPLAY = "ampwise replay capsules/step-000012 train.py:make --precision fp32"

@@ -27,8 +27,6 @@ from ampwise.tune.bench.clocks import Clock, clock_for
 from ampwise.tune.memory.fake_tensors import without_memory
 from ampwise.tune.train_case import CaseFactory, TrainCase, make_factory
 
-__all__ = ["align"]
-
 FORWARD_ONLY = "Only the forward pass was checked: the loss has no graph for a backward pass."
 LEAST_SHARE = 0.005  # of the FLOPs of all matmuls: below this, a layer is not worth measuring
 ROUNDS, TIMES, WARM_UP = 15, 5, 3

@@ -26,8 +26,6 @@ from ampwise.tune.align.module_source import (
     words_on_unknown_objects,
 )
 
-__all__ = ["Chain", "find_chains", "has_hooks", "modules_taken_apart"]
-
 # Elementwise modules that map zero to zero.
 POINTWISE = (
     nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.Tanh,

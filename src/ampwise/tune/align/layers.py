@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["KEPT", "MASKED", "SLICED", "PaddedEmbedding", "PaddedLinear", "TiedEmbedding", "crop_to", "pad_to"]
-
 # What a layer does with the outputs that padding adds: return a view without them, set them to -inf, or return
 # them, as zeros, for a layer that has columns for them.
 SLICED, MASKED, KEPT = "sliced", "masked", "kept"

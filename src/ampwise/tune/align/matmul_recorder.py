@@ -22,25 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampwise.trace.recorder import dtype_name
 from ampwise.train.precision.policy import named_modules
 from ampwise.tune.align.matmuls import MatmulSize, StepMatmul
-
-__all__ = ["CHANNELS", "MatmulRecorder", "MatmulShape", "matmul_shape"]
+from ampwise.watch.profile import AS_PRODUCTS, ATTENTION, GEMMS
 
 LETTERS = "mnk"
 ANY_ROLES = dict.fromkeys(LETTERS, "size")
 LINEAR_ROLES = {"m": "rows", "n": "outputs", "k": "inputs"}
 TURNED_ROLES = {"m": "outputs", "n": "rows", "k": "inputs"}  # with the weight on the left
-ATTENTION = "aten::_scaled_dot_product_"
-AS_PRODUCTS = "aten::_scaled_dot_product_attention_math"  # it calls matmuls itself
 CHANNELS = 4  # of an image: libraries pad those themselves
-# For each operator, the index of the first of the two matrices among its arguments.
-GEMMS = {
-    "aten::mm": 0,
-    "aten::bmm": 0,
-    "aten::addmm": 1,
-    "aten::baddbmm": 1,
-    "aten::_addmm_activation": 1,
-    "aten::_scaled_mm": 0,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,6 @@ from ampwise.errors import BadInput
 from ampwise.tune.align.layers import SLICED, PaddedEmbedding, PaddedLinear, TiedEmbedding, crop_to, pad_to
 from ampwise.tune.align.padding_plan import Padding, plan_padding
 
-__all__ = ["pad_", "unpad_"]
-
 Reshape = Callable[[Tensor, tuple[int, ...]], Tensor]
 
 

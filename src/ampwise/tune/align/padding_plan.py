@@ -24,8 +24,6 @@ from ampwise.tune.align.matmul_recorder import CHANNELS
 from ampwise.tune.align.matmuls import better_size, multiple_for
 from ampwise.tune.align.module_source import find_weight_readers
 
-__all__ = ["PaddedWeight", "Padding", "UnpaddedLayer", "plan_padding"]
-
 SMALL = 64  # sizes below this are left: nothing to gain
 # Outside of a chain, padding copies inputs and gradients of outputs. On an H200, moving a value takes as long as about
 # a hundred terms of a 16-bit matmul, so one with fewer terms than this would gain nothing.
@@ -146,7 +144,13 @@ class _PaddingPlanner:
         self._overlapping = _overlapping(self._names)
         self._readers = find_weight_readers(self._names)
         self._raw = {key for key, reader in self._readers.items() if not reader.doubt}
-        self._asked = self._matching(only) if only else None
+        asked: set[nn.Module] = set()
+        for pattern in only:
+            matching = {module for name, module in self._by_name.items() if fnmatchcase(name, pattern)}
+            if not matching:
+                raise self._unknown(pattern)
+            asked |= {inner for module in matching for inner in module.modules()}
+        self._asked = asked if only else None
         self._head = None if head is None else self._head_named(head)
         # Chains whose hidden size can stay padded, the layers they end in, and those they start from.
         apart = {id(used) for module in self._names for used in modules_taken_apart(module)}
@@ -172,15 +176,6 @@ class _PaddingPlanner:
         return Padding(padded=tuple(steps), left=tuple(left))
 
     # --- what was asked --------------------------------------------------------------------------------------------
-
-    def _matching(self, patterns: Sequence[str]) -> set[nn.Module]:
-        found: set[nn.Module] = set()
-        for pattern in patterns:
-            matching = {module for name, module in self._by_name.items() if fnmatchcase(name, pattern)}
-            if not matching:
-                raise self._unknown(pattern)
-            found |= {inner for module in matching for inner in module.modules()}
-        return found
 
     def _head_named(self, name: str) -> nn.Module:
         head = self._by_name.get(name)

@@ -12,8 +12,6 @@ from ampwise.finding.terminal import printable, shortened
 from ampwise.tune.align.matmuls import ROWS, LayerMatmuls, StepMatmuls, multiple_for, tile_remarks
 from ampwise.tune.align.padding_plan import Padding
 
-__all__ = ["HEADINGS", "Alignment"]
-
 HEADINGS = ("layer", "product M×N×K", "off → better", "cost")
 MANUAL_ADVICE = {
     "convolution": "give it {better} channels: pad_ does not pad convolutions",

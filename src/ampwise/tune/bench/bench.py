@@ -27,8 +27,6 @@ from ampwise.tune.bench.result import BenchResult
 from ampwise.tune.bench.speeds import BASE, SpeedComparison
 from ampwise.tune.train_case import CaseFactory, TrainCase, make_factory, make_optimizer
 
-__all__ = ["bench", "progress_on"]
-
 OPTIMIZER, CLIP_NORM, NO_CLIP = "adamw", 1.0, "none"  # the defaults of the command, too
 
 

@@ -13,8 +13,6 @@ import torch
 
 from ampwise.tune.bench.speeds import GpuClocks
 
-__all__ = ["Clock", "ClockWatch", "clock_for"]
-
 Clock = Callable[[Callable[[], object], int], float]  # runs work several times, returns seconds per call; syncs
 
 # NVML's bits for why a clock is below its maximum; others, such as "idle", say nothing about load.

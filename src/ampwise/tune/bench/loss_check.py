@@ -20,8 +20,6 @@ from ampwise.tune.bench.lineup import Contender
 from ampwise.tune.bench.speeds import LossCheck
 from ampwise.tune.train_case import TrainCase
 
-__all__ = ["LossChecker", "WeightGuard", "tolerance"]
-
 SLACK = 8.0  # rounding errors add up over the depth of a model
 FINEST = 2.0**-16  # FP32 with sums in another order: over a million terms, half of its bits
 DRAWS = 4  # other seeds, to see how much randomness changes the loss
@@ -51,7 +49,7 @@ class LossChecker:
     def __init__(self, case: TrainCase, clock: Clock) -> None:
         self._case, self._clock = case, clock
         self._random = capture_random(case.device)
-        self._buffers = BufferSnapshot(case.model)
+        self._buffers = SavedBuffers(case.model)
         self._reference: float | None = None
         self._sensitivity = self._randomness = 0.0
 
@@ -112,7 +110,7 @@ class WeightGuard:
     def __init__(self, case: TrainCase, optimizer: Optimizer) -> None:
         self._case, self._optimizer = case, optimizer
         self._weights = [(weight, weight.detach().to("cpu", copy=True)) for weight in case.model.parameters()]
-        self._buffers = BufferSnapshot(case.model)
+        self._buffers = SavedBuffers(case.model)
         self._state = copy.deepcopy(optimizer.state_dict())  # before the first step, next to nothing
 
     def look(self, contender: Contender) -> None:
@@ -134,7 +132,7 @@ class WeightGuard:
             raise BadInput(f"{self._case.name}: the weights are not finite after the measured steps: {WHAT_TO_DO}")
 
 
-class BufferSnapshot:
+class SavedBuffers:
     """Copy of a model's buffers, by name: a forward pass may add some, or replace them."""
 
     def __init__(self, model: nn.Module) -> None:

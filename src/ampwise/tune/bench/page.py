@@ -28,8 +28,6 @@ from ampwise.tune.bench.verdict import KIND_WORDS, ratio_text
 if TYPE_CHECKING:
     from ampwise.finding import Finding
 
-__all__ = ["precisions_page"]
-
 MOST_LAYERS = 60
 MEMORY = ("parameters", "gradients", "optimizer", "rest")
 

@@ -33,8 +33,6 @@ from ampwise.tune.diff.step_difference import (
     StepDifference,
 )
 
-__all__ = ["DiffOptions", "compare_sides", "diff"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffOptions:

@@ -13,8 +13,6 @@ from ampwise.tune.diff.side import SPREAD
 from ampwise.tune.diff.step_difference import BACKWARD, FORWARD, ErrorLocation, ModuleRow
 from ampwise.tune.diff.tensor_difference import SUMMING, ComparedTensor, TensorDifference
 
-__all__ = ["ExpectedErrors", "PassComparisons", "expected_errors"]
-
 LOST = 0.05  # share of values flushed to zero above which flushing is the explanation
 BACKWARD_OPS = 16  # assumed roundings between one gradient and the next, which are not counted
 

@@ -7,8 +7,6 @@ from ampwise.tune.diff.step_difference import BACKWARD, FORWARD, StepDifference
 from ampwise.tune.diff.tensor_difference import BEYOND, FLOOR_TIMES
 from ampwise.tune.diff.wording import error_text
 
-__all__ = ["BASES", "difference_headline", "remarks", "side_texts"]
-
 BASES = {
     "errors": "measured here: the step is run on both sides with the same weights, batch and random numbers; sums of "
     "squares in FP64",

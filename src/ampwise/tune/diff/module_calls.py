@@ -24,8 +24,6 @@ from ampwise.tune.diff.shared_random import SharedRandom
 from ampwise.tune.diff.step_difference import FUNCTION
 from ampwise.tune.diff.tensor_store import TensorStore
 
-__all__ = ["GIVEN", "RETURNED", "DiffMode", "ModuleCall", "ModuleCalls", "TensorPlace", "is_backward", "traits_of"]
-
 GIVEN, RETURNED = "given", "returned"
 # Functions with a discontinuous derivative: rounding across the jump changes it completely.
 KINKED = frozenset(

@@ -18,8 +18,6 @@ from ampwise.trace.call_arguments import outer_variables
 from ampwise.trace.call_site import code_owner
 from ampwise.train.precision.policy import named_modules
 
-__all__ = ["ModuleNames", "find_models"]
-
 DEEPEST = 3  # levels of nested functions and objects to search
 LONGEST = 200  # longer containers are data
 

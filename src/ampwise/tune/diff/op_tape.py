@@ -23,9 +23,7 @@ from ampwise.tune.diff.module_calls import ModuleCall, ModuleCalls, TensorPlace,
 from ampwise.tune.diff.names import ModuleNames
 from ampwise.tune.diff.statistics import UNSCALED, Factors
 from ampwise.tune.diff.step_difference import BACKWARD, FORWARD, OpRow
-from ampwise.tune.diff.tensor_store import Comparison, TensorStore, comparable_values, results_in
-
-__all__ = ["CompareOps", "OpFilter", "OpKey", "OpTape", "RecordOps"]
+from ampwise.tune.diff.tensor_store import SlotComparison, TensorStore, comparable_values, results_in
 
 ATTENTION = "scaled_dot_product"  # kernels of many names for one operation
 ROUNDINGS = 4  # per operation: of its operands, of its result, its own
@@ -198,7 +196,7 @@ class CompareOps(_Ops):
 
     def __init__(self, names: ModuleNames, wanted: OpFilter, tape: OpTape, kept: TensorStore, factors: Factors) -> None:
         super().__init__(names, wanted, kept)
-        self._tape, self._factors, self.comparison = tape, factors, Comparison(kept)
+        self._tape, self._factors, self.comparison = tape, factors, SlotComparison(kept)
 
     def begins(self, func: Any, args: Any) -> Any:
         key = self.key_of(func)

@@ -11,6 +11,7 @@ from ampwise.finding.terminal import printable
 from ampwise.report.page import difference_page
 from ampwise.report.page.run_view import MORE_CONTEXT, finding_card, rules_of, severity_chips
 from ampwise.report.page.templates import plain
+from ampwise.report.source_lines import SourceFiles
 from ampwise.runs.rows import CountedFinding
 from ampwise.tune.diff.headline import BASES, remarks, side_texts
 from ampwise.tune.diff.tensor_difference import BEYOND, ComparedTensor
@@ -21,10 +22,7 @@ if TYPE_CHECKING:
     from ampwise.finding import Finding
     from ampwise.tune.diff.result import Difference
 
-__all__ = ["render_page"]
-
 MOST_MODULES, MOST_OPS, MOST_PARAMETERS = 1000, 300, 400
-LARGEST_FILE = 2**21  # bytes of a source file to quote lines from
 
 
 def render_page(result: Difference) -> str:
@@ -90,13 +88,8 @@ def _excerpt(finding: Finding) -> dict[str, Any]:
     file, line = finding.place.file, finding.place.line
     if file is None or line is None:
         return {}
-    try:
-        path = Path(file)
-        lines = path.read_text(encoding="utf-8").split("\n") if path.stat().st_size <= LARGEST_FILE else []
-    except (OSError, ValueError):
-        return {}
     first = max(1, line - MORE_CONTEXT)
-    return {"first_line": first, "lines": lines[first - 1 : line + MORE_CONTEXT]}
+    return {"first_line": first, "lines": SourceFiles().lines(file)[first - 1 : line + MORE_CONTEXT]}
 
 
 def _chart(

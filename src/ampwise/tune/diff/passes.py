@@ -17,9 +17,7 @@ from ampwise.trace.recorder import storage_id
 from ampwise.tune.diff.module_calls import RETURNED, ModuleCall, ModuleCalls, TensorPlace, traits_of
 from ampwise.tune.diff.names import ModuleNames
 from ampwise.tune.diff.statistics import Factors
-from ampwise.tune.diff.tensor_store import Comparison, MemoryBudget, TensorStore, comparable_values, view_identity
-
-__all__ = ["CompareForward", "CompareGradients", "PassOutline", "RecordForward", "RecordGradients", "TensorEvent"]
+from ampwise.tune.diff.tensor_store import MemoryBudget, SlotComparison, TensorStore, comparable_values, view_identity
 
 
 class TensorEvent(NamedTuple):
@@ -90,7 +88,7 @@ class CompareForward(ModuleCalls):
     def __init__(self, names: ModuleNames, outline: PassOutline, kept: TensorStore, *, last: bool) -> None:
         super().__init__(names, kept)
         self._outline = outline
-        self.comparison = Comparison(kept, last=last)
+        self.comparison = SlotComparison(kept, last=last)
         self.only_here: dict[TensorPlace, ModuleCall] = {}  # calls that the first side did not make
 
     def met(self, call: ModuleCall, role: str, path: str, tensor: Tensor) -> None:
@@ -174,7 +172,7 @@ class CompareGradients(_Gradients):
 
     def __init__(self, names: ModuleNames, outline: PassOutline, kept: TensorStore, factors: Factors) -> None:
         super().__init__(names, outline, kept)
-        self._factors, self.comparison = factors, Comparison(kept)
+        self._factors, self.comparison = factors, SlotComparison(kept)
 
     def arrived(self, slot: int, gradient: Tensor) -> None:
         self.comparison.compare(slot, gradient, self._factors)

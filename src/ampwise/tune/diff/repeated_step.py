@@ -35,8 +35,6 @@ from ampwise.tune.diff.shared_random import SharedRandom
 from ampwise.tune.diff.side import ATTENTION, Side
 from ampwise.tune.onednn import onednn_restored
 
-__all__ = ["DroppedTensors", "NeedsSaved", "PlacedSide", "RepeatedStep", "StepRun"]
-
 
 class StepRun(NamedTuple):
     """Result of a run."""

@@ -19,8 +19,6 @@ from ampwise.tune.diff.step_difference import (
     StepDifference,
 )
 
-__all__ = ["Difference"]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Difference:

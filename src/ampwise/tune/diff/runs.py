@@ -27,8 +27,6 @@ from ampwise.tune.diff.step_difference import ParameterRow
 from ampwise.tune.diff.tensor_difference import ComparedTensor
 from ampwise.tune.diff.tensor_store import MemoryBudget, TensorStore, comparable_values
 
-__all__ = ["DiffRuns", "Progress"]
-
 FIRST_SCALE = 2.0**16  # a GradScaler's default; it is halved until gradients are finite
 
 Progress = Callable[[str], None]

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ampwise.numbers.op_families import base_name
 
-__all__ = ["SharedRandom"]
-
 LIKE_THE_DEFAULT = ("rand", "randn", "normal")  # factory functions, in torch's default dtype
 
 

@@ -24,8 +24,6 @@ from ampwise.train.precision.names import RIGHT_NAMES
 from ampwise.train.precision.policy import Policy
 from ampwise.train.precision.precision import AUTO, PRECISIONS, TrainPrecision, precisions_of
 
-__all__ = ["ATTENTION", "SIDE_SYNTAX", "WIDEST", "Side", "parse_side"]
-
 SIDE_SYNTAX = "PRECISION[@DEVICE][,OPTION…], such as bf16, fp32@cuda or 'bf16,attention=math'"
 WIDEST = "fp64"
 ARITHMETICS = {**PRECISIONS, WIDEST: TrainPrecision(name=WIDEST, dtype=None, scaled=False, tf32=False)}
@@ -157,7 +155,13 @@ def _with_option(side: Side, word: str, asked: str) -> Side:
             raise UnknownName("attention kernel", value, ATTENTION, listing=listing)
         return replace(side, attention=value)
     if name == "scale":
-        return replace(side, scale=_scale(value, asked))
+        try:
+            scale = float(value)
+        except ValueError:
+            scale = math.nan
+        if not (math.isfinite(scale) and scale > 0):
+            raise BadInput(f"diff: {asked!r}: expected a positive loss scale, such as 65536; got scale={value}.")
+        return replace(side, scale=scale)
     raise BadInput(f"diff: {asked!r}: unknown option {word!r}; expected {SIDE_SYNTAX}, with {', '.join(OPTIONS)}.")
 
 
@@ -212,13 +216,3 @@ def _device(text: str, asked: str) -> torch.device:
         kinds = "CUDA" if device.type == "cuda" else device.type
         raise BadInput(f"diff: {asked!r}: torch sees {seen or 'no'} {kinds} devices. Run: ampwise gpu")
     return device
-
-
-def _scale(text: str, asked: str) -> float:
-    try:
-        scale = float(text)
-    except ValueError:
-        scale = math.nan
-    if not (math.isfinite(scale) and scale > 0):
-        raise BadInput(f"diff: {asked!r}: expected a positive loss scale, such as 65536; got scale={text}.")
-    return scale

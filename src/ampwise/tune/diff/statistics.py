@@ -11,8 +11,6 @@ from torch import Tensor
 from ampwise.numbers.census.kernels import has_kernels
 from ampwise.tune.diff.tensor_difference import TensorDifference
 
-__all__ = ["Factors", "Ledger", "PendingComparison", "compare_tensors"]
-
 PIECE = 2**23  # values at a time: their FP64 copies take 64 MiB for each of three tensors
 PIECE_ON_CPU = 2**17  # chosen to fit the cache
 WITHOUT_FP64 = ("mps",)

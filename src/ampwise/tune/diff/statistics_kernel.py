@@ -21,8 +21,6 @@ from torch import Tensor
 
 from ampwise.numbers.census.launch import launching_on
 
-__all__ = ["READ", "combine_kernel", "compare_kernel", "launch_row"]
-
 BLOCK = 512  # values at a time: four per thread, with a dozen accumulators each
 LEAST = 8 * BLOCK  # values of a program
 PROGRAMS = 1024  # at most, so that the second launch reduces them at once

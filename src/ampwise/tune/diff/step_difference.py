@@ -12,19 +12,6 @@ from ampwise.finding.call_site import CallSite
 from ampwise.numbers.op_families import base_name, family_of
 from ampwise.tune.diff.tensor_difference import BEYOND, FLOOR_TIMES, ComparedTensor, finite_or_none
 
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "FUNCTION",
-    "ErrorLocation",
-    "Growth",
-    "ModuleRow",
-    "OpRow",
-    "ParameterRow",
-    "SideFacts",
-    "StepDifference",
-]
-
 FORWARD, BACKWARD = "forward", "backward"
 FUNCTION = "the function"  # the compared function, as a location
 SUMS = ("matrix", "sum", "mean")  # families of operations whose terms may cancel

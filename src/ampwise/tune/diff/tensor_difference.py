@@ -16,8 +16,6 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["BEYOND", "FLOOR_TIMES", "SUMMING", "ComparedTensor", "TensorDifference", "finite_or_none"]
-
 BEYOND = 4.0  # times the expected error
 SUMMING = 64 * 2.0**-24  # FP32 rounding in a sum of thousands of terms
 MANY = 16  # values: with fewer, a direction means little

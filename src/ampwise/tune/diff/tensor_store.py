@@ -18,8 +18,6 @@ from ampwise.trace.recorder import storage_id, tensors_in
 from ampwise.trace.value_ranges import readable_values
 from ampwise.tune.diff.statistics import UNSCALED, Factors, Ledger
 
-__all__ = ["LEAST", "Comparison", "MemoryBudget", "TensorStore", "comparable_values", "results_in", "view_identity"]
-
 MORE = 1.25  # of a plain step's peak; the promise is 1.3, as an estimate misses something
 LEAST = 2**26  # bytes that do not count
 
@@ -78,7 +76,7 @@ class TensorStore:
             self.on_device -= _bytes_on_device(tensor)
 
 
-class Comparison:
+class SlotComparison:
     """Compares another run's tensors with the kept ones; ``last`` drops each after its comparison."""
 
     def __init__(self, kept: TensorStore, *, last: bool = True) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ampwise.finding import html
 from ampwise.finding.terminal import paint, printable
 from ampwise.numbers.number_text import number_text
-from ampwise.report.text_layout import shorten_middle, wrap_text
+from ampwise.report.text_layout import INDENT, text_table, wrap_text
 from ampwise.tune.diff.headline import remarks, side_texts
 from ampwise.tune.diff.step_difference import BACKWARD, ModuleRow, OpRow, ParameterRow, StepDifference
 from ampwise.tune.diff.tensor_difference import ComparedTensor
@@ -19,12 +19,8 @@ if TYPE_CHECKING:
     from ampwise.finding import Finding
     from ampwise.tune.diff.result import Difference
 
-__all__ = ["DifferenceTable", "difference_html", "difference_tables", "difference_text", "mood_of"]
-
 MOST = 15  # rows of a table, unless all are requested
 WIDTH = 110
-SHORTEST_NAME = 16
-GAP, INDENT = "  ", "  "
 
 
 class DifferenceTable(NamedTuple):
@@ -152,7 +148,9 @@ def difference_text(result: Difference, *, colour: bool = False, width: int = WI
         else:
             heading = f"{title}, the worst {table.shown} of {table.total:,} (-v shows all)"
         if table.rows:
-            parts.append(f"{paint(heading, 'bold', colour)}\n{_aligned(table, colour, width)}")
+            rows = [[printable(cell) for cell in row] for row in table.rows]
+            lines = text_table(table.headings, rows, colour=colour, width=width, left=table.left)
+            parts.append("\n".join([paint(heading, "bold", colour), *lines]))
     parts.append("\n".join(wrap_text(line, width) for line in remarks(evidence)))
     return "\n\n".join(parts) + "\n"
 
@@ -163,24 +161,6 @@ def _finding(finding: Finding, colour: bool, width: int) -> str:
     place = f"{INDENT}--> {printable(str(finding.place))}"
     lines = [wrap_text(line, width, INDENT, 2) for line in f"help: {finding.fix}".split("\n")]
     return "\n".join([first.replace(head, paint(head, finding.severity, colour), 1), place, *lines])
-
-
-def _aligned(table: DifferenceTable, colour: bool, width: int) -> str:
-    """Format a table; the first column takes the space left."""
-    from rich.cells import cell_len
-
-    cells = [table.headings, *[[printable(cell) for cell in row] for row in table.rows]]
-    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
-    space = width - sum(widths[1:]) - len(GAP) * (len(widths) - 1) - len(INDENT)
-    widths[0] = min(widths[0], max(space, SHORTEST_NAME))
-    lines = []
-    for name, *others in cells:
-        texts = [shorten_middle(name, widths[0]), *others]
-        for column, text in enumerate(texts):
-            fill = " " * (widths[column] - cell_len(text))
-            texts[column] = text + fill if column in table.left else fill + text
-        lines.append(INDENT + GAP.join(texts).rstrip())
-    return "\n".join([paint(lines[0], "dim", colour), *lines[1:]])
 
 
 # In a notebook

@@ -14,8 +14,6 @@ from ampwise.tune.init.reading import Part, Script, read_training_script
 from ampwise.tune.init.trial import Outcome, try_in_process
 from ampwise.tune.init.writing import Draft, drafts_of, todo_line
 
-__all__ = ["Result", "write_make"]
-
 
 @dataclass(slots=True)
 class Result:

@@ -17,8 +17,6 @@ from ampwise.errors import BadInput
 from ampwise.tune.init.writing import Draft
 from ampwise.tune.train_case import TrainCase
 
-__all__ = ["ROWS", "find_batch", "run_step"]
-
 ROWS = 2  # BatchNorm needs two
 IMAGE_SIZES = (32, 28, 64, 96, 128, 224, 227, 256, 299, 512)
 LENGTHS = (128, 64, 16, 1024, 16000)

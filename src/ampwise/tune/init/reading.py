@@ -21,8 +21,6 @@ from ampwise.trace.names_in_code import (
     scopes_of,
 )
 
-__all__ = ["Part", "Script", "Start", "read_training_script"]
-
 # Calls that make importing a script start its work: data, models, training, processes.
 WORK = {
     *("DataLoader", "backward", "from_pretrained", "load_dataset", "init_process_group", "download", "fit", "spawn"),

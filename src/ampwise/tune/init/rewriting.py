@@ -8,8 +8,6 @@ from typing import TypeVar
 
 from ampwise.trace.names_in_code import DEFINITIONS, call_name, changed_names, root_name
 
-__all__ = ["rewritten"]
-
 DEVICE_WORDS = ("device", "gpu", "cuda", "rank", "mps")
 DTYPE_WORDS = ("dtype", "torch.float", "torch.bfloat", "torch.long")
 Node = TypeVar("Node", bound=ast.AST)

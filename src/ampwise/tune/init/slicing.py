@@ -24,8 +24,6 @@ from ampwise.trace.names_in_code import (
     free_names,
 )
 
-__all__ = ["END", "Batch", "Slicer", "unwrapped_loop"]
-
 END = 10**9  # after the last line of any script
 COUNTERS = {"range", "count", "trange"}
 LOOP_WRAPPERS = {"enumerate", "tqdm", "zip", "iter", "islice", "track", "log_every"}

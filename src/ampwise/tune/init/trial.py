@@ -26,8 +26,6 @@ from ampwise.finding.terminal import printable
 from ampwise.tune.init.reading import read_training_script
 from ampwise.tune.init.writing import Draft, drafts_of
 
-__all__ = ["Outcome", "try_drafts", "try_in_process"]
-
 # For libraries and programs that the script may start, such as pip: no downloads.
 NOWHERE = dict.fromkeys(
     ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9"

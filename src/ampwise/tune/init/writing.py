@@ -21,8 +21,6 @@ from ampwise.tune.init.reading import Part, Script
 from ampwise.tune.init.rewriting import rewritten
 from ampwise.tune.init.slicing import Slicer, unwrapped_loop
 
-__all__ = ["Draft", "Slot", "drafts_of", "todo_line"]
-
 IMPORTS = (ast.Import, ast.ImportFrom)
 DEFAULT_BATCH = 8
 NO_BATCH = "set the batch"
@@ -65,7 +63,7 @@ class Draft:
 
     def text(self, *, without_batch: bool = False) -> str:
         """The whole file; or one that returns None for the batch, to look for a batch with."""
-        name, names = _shown(self.script.path.name), ", ".join(self.batch_names)
+        name, names = printable(self.script.path.name).replace("\\", "/").replace('"', "'"), ", ".join(self.batch_names)
         batch = names if self.by_keywords else f"({names},)" if len(self.batch_names) == 1 else f"({names})"
         returned = [self.model, "None" if without_batch else batch, "loss_fn"]
         returned += [self.optimizer] if self.optimizer else []
@@ -110,11 +108,6 @@ class Draft:
 
 def _indented(lines: Iterable[str]) -> list[str]:
     return [f"    {part}" if part else "" for line in lines for part in line.split("\n")]
-
-
-def _shown(text: str) -> str:
-    """A name as it may be in a docstring or comment."""
-    return printable(text).replace("\\", "/").replace('"', "'")
 
 
 def todo_line(text: str) -> str:
@@ -254,8 +247,10 @@ class _Writer:
         top, setup, loss = [], [], []
         inside: set[str] = set(models)
         for each in statements:
-            if isinstance(each.stmt, ast.Assign) and _assigns_itself(each.stmt):
-                continue  # `x = x`, which is left of x = x.to(device)
+            if isinstance(each.stmt, ast.Assign) and len(each.stmt.targets) == 1:
+                target, value = (ast.unparse(part).strip("()") for part in (each.stmt.targets[0], each.stmt.value))
+                if target == value:
+                    continue  # `x = x`, which is left of x = x.to(device)
             if each.per_batch:
                 loss.append(each)
             elif each.at_top and (each.is_definition or not (each.binds | each.changes | each.reads) & inside):
@@ -455,10 +450,6 @@ def _live(statements: list[Placed], needed: set[str]) -> list[Placed]:
                 kept.add(index)
                 needed |= each.reads
     return [statements[index] for index in sorted(kept)]
-
-
-def _assigns_itself(stmt: ast.Assign) -> bool:
-    return len(stmt.targets) == 1 and ast.unparse(stmt.targets[0]).strip("()") == ast.unparse(stmt.value).strip("()")
 
 
 def _slots(nodes: Sequence[ast.AST], names: list[str], models: list[str]) -> list[Slot]:

@@ -15,8 +15,6 @@ from enum import StrEnum
 
 from ampwise.tune.memory.allocation_log import ROUNDING, SMALLEST, AllocationLog, rounded
 
-__all__ = ["Allocator", "Fit", "Level", "MemoryUsage", "RankStep", "SimulatedOutOfMemory", "levels"]
-
 MIB = 2**20
 SMALL = MIB  # requests up to this come from small segments
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB

@@ -22,8 +22,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ampwise.tune.memory.autocast_ops import FP32, FP32_OUTPUT, LOWER, NORMS, PROMOTE
 
-__all__ = ["as_cuda"]
-
 ATEN = torch.ops.aten
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 ONE_AT_A_TIME = threading.RLock()  # the dispatcher is global

@@ -6,8 +6,6 @@ they are given. Operations that the installed torch does not list are left alone
 
 from __future__ import annotations
 
-__all__ = ["FP32", "FP32_OUTPUT", "LOWER", "NORMS", "PROMOTE"]
-
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())

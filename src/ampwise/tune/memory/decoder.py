@@ -15,10 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampwise.errors import BadInput
-from ampwise.tune.advise.model import SIZES, parse_count
+from ampwise.tune.advise.model import SIZES
 from ampwise.tune.train_case import CaseFactory, make_factory
-
-__all__ = ["TYPICAL", "Decoder", "DecoderShape", "count_text", "decoder_factory", "decoder_shape", "parse_count"]
 
 CLOSE = 0.1  # allowed relative difference from the requested number of parameters
 HEAD = 128  # default width of a head

@@ -9,9 +9,10 @@ from typing import Any
 from ampwise.errors import BadInput, UnknownName
 from ampwise.train.low_bit.pure_bf16 import OPTIONS, PURE
 from ampwise.train.precision.precision import EMULATE, PRECISIONS, TrainPrecision, precision_named
+from ampwise.tune.advise.model import parse_count
 from ampwise.tune.memory.allocation_log import AllocationLog
 from ampwise.tune.memory.allocator import Fit
-from ampwise.tune.memory.decoder import DecoderShape, count_text, decoder_factory, decoder_shape, parse_count
+from ampwise.tune.memory.decoder import DecoderShape, count_text, decoder_factory, decoder_shape
 from ampwise.tune.memory.device_memory import (
     DeviceMemory,
     catalog_memory,
@@ -23,8 +24,6 @@ from ampwise.tune.memory.optimizers import MODELLED, checked_optimizer
 from ampwise.tune.memory.result import Estimate, MemoryEstimate
 from ampwise.tune.memory.setup import Progress, SetupFacts, TrainingSetup
 from ampwise.tune.train_case import CaseFactory, make_factory
-
-__all__ = ["memory"]
 
 CUDNN = (
     "cuDNN chooses a workspace for convolutions at run time, which these numbers leave out: for ResNet-50 on an H200 "

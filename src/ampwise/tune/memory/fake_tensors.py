@@ -20,8 +20,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["real_values", "without_memory"]
-
 # A DataLoader shuffles by a permutation, and its seed is a single number.
 RANGES = frozenset({"aten::arange", "aten::linspace", "aten::logspace", "aten::randperm"})
 FEW = 2**20  # elements

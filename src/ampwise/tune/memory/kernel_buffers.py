@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SCRATCH", "row_sum", "row_sum_buffer"]
-
 ATEN = torch.ops.aten
 FLOAT = 4  # bytes
 INDEX = 8

@@ -15,8 +15,6 @@ from ampwise.errors import UnknownName
 from ampwise.train.low_bit.optimizers import QUANTIZED_OPTIMIZERS, TORCHAO_OPTIMIZERS, QuantizedMoments
 from ampwise.tune import train_case as step
 
-__all__ = ["MODELLED", "NAMES", "checked_optimizer", "make_optimizer"]
-
 
 class StateOnlyOptimizer(Optimizer):
     """Stand-in for optimizers that torch lacks: creates their state, and updates nothing."""

@@ -23,8 +23,6 @@ from ampwise.tune.memory.allocator import Fit, MemoryUsage
 from ampwise.tune.memory.decoder import DecoderShape, count_text
 from ampwise.tune.memory.device_memory import CONTEXT, GIB, MIB, DeviceMemory
 
-__all__ = ["CAPTION", "Estimate", "MemoryEstimate", "MemoryLine", "headline", "lines", "title", "verdicts"]
-
 KINDS = (*PER_PARAMETER, CASTS, ACTIVATIONS, INPUTS, GATHERED, REDUCED, BUCKETS, TEMPORARY, WORKSPACES)  # as shown
 DERIVED, ALLOWANCE = "derived", "allowance"
 CAPTION = (

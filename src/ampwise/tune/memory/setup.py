@@ -24,8 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.checkpoint import checkpoint
 
 from ampwise.errors import AmpwiseError, BadInput
-from ampwise.finding.terminal import printable
-from ampwise.trace.user_code import INSTALLED, OURS
+from ampwise.trace.user_code import INSTALLED, OURS, describe_error
 from ampwise.train.precision.precision import TrainPrecision
 from ampwise.tune.memory.allocation_log import (
     BUCKETS,
@@ -284,9 +283,7 @@ def _errors_in_one_line(name: str) -> Iterator[None]:
         if cause is None and isinstance(error, AmpwiseError):
             raise
         if cause is None:
-            text = printable(" ".join(str(error).split()))[:200].rstrip(".")
-            shown = f"{type(error).__name__}: {text}" if text else type(error).__name__
-            raise BadInput(f"{name}: a training step failed: {shown}{_place(error)}.") from error
+            raise BadInput(f"{name}: a training step failed: {describe_error(error)}.") from error
         found = re.search(r"aten\.(\w+)", str(cause))
         operation = found[1] if found else type(cause).__name__
         operation = {"_local_scalar_dense": ".item()", "equal": "torch.equal"}.get(operation, operation)

@@ -44,8 +44,6 @@ from ampwise.tune.memory.allocation_log import (
 from ampwise.tune.memory.kernel_buffers import SCRATCH
 from ampwise.tune.train_case import TrainCase
 
-__all__ = ["BACKWARD", "CLIP", "FORWARD", "UPDATE", "AllocationTracker", "track"]
-
 FORWARD, BACKWARD, CLIP, UPDATE = "forward", "backward", "clip", "update"
 STEPS = 2.0  # the value an optimizer reads as its step count
 TO_COPY = torch.ops.aten._to_copy.default

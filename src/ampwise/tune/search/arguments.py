@@ -26,17 +26,6 @@ from ampwise.train.random_state import capture_random, restore_random
 from ampwise.tune.search.passes import SavedState, SearchBatch, errors_in_one_line
 from ampwise.tune.search.trials import digest_of
 
-__all__ = [
-    "MOST_BATCHES",
-    "checked_batches",
-    "checked_file",
-    "checked_gpu",
-    "checked_limit",
-    "checked_model",
-    "checked_tolerance",
-    "find_called_model",
-]
-
 MOST_BATCHES = 16  # of a longer loader, no more are read
 
 

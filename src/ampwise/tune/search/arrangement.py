@@ -18,8 +18,6 @@ from ampwise.train.precision.call_in_precision import REGIONS, cast_inputs, wrap
 from ampwise.train.precision.policy import name_and_parents
 from ampwise.tune.search.units import REST, SearchUnit
 
-__all__ = ["DEFAULT_FORMATS", "WIDEST", "FormatArrangement", "FormatChoice", "arrange_formats", "parse_formats"]
-
 DEFAULT_FORMATS = ("e4m3", "bf16", "fp32")
 WIDEST = "fp32"
 MOST_BITS = 9  # of an emulated format: 8, and a block's share of its scale

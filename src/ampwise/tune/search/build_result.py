@@ -19,8 +19,6 @@ from ampwise.tune.search.sensitivity import UnitProbe, singular_range
 from ampwise.tune.search.trials import SearchTrial
 from ampwise.tune.search.units import SearchUnit
 
-__all__ = ["ModuleGlobs", "cost_gap", "estimate_gain", "globs", "rank_modules", "spans", "unit_costs"]
-
 FULL_BITS = 32
 MOST_CONDITIONS = 16  # modules whose singular values are computed
 

@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-__all__ = ["Assignment", "FormatLadder", "cheapest_passing", "minimal_subset", "raise_until_passing"]
-
 T = TypeVar("T")
 Assignment = tuple[int, ...]
 Passes = Callable[[Assignment], bool]

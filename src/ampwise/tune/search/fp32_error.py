@@ -18,8 +18,6 @@ from torch.nn import Module
 from ampwise.errors import BadInput
 from ampwise.tune.search.passes import PassResult, PassRunner, SearchBatch, errors_in_one_line
 
-__all__ = ["ErrorTally", "Fp32Error", "Fp32Reference", "ParameterGroups", "measure_noise", "run_reference"]
-
 # A module whose gradient is smaller than this fraction of the typical, by root mean square, is treated as if it were
 # that large: what should cancel to zero is exact in no format.
 LEAST = 1e-3

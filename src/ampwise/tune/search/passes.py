@@ -27,8 +27,6 @@ from ampwise.tune.onednn import onednn_restored
 from ampwise.tune.search.arrangement import WIDEST, FormatArrangement
 from ampwise.tune.search.sensitivity import SensitivityProbe, reached_nodes
 
-__all__ = ["IN_FP32", "PassResult", "PassRunner", "SavedState", "SearchBatch", "errors_in_one_line", "has_hidden_parts"]
-
 IN_FP32 = FormatArrangement(base=WIDEST, regions={}, recipes={}, widened=())
 FIRST_SCALE = 2.0**16  # initial loss scale in FP16, as of a GradScaler
 LOWERED_BY = 2.0**4

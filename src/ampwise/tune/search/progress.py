@@ -11,8 +11,6 @@ from typing import TextIO
 from ampwise.finding.terminal import console, printable, say
 from ampwise.report.formatting import format_duration
 
-__all__ = ["Progress", "ProgressCounter", "SearchProgress", "progress_on"]
-
 ENOUGH = 3  # passes before a time is estimated: the first ones take longer
 
 

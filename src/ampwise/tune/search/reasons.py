@@ -13,8 +13,6 @@ from ampwise.tune.search.arrangement import FormatChoice
 from ampwise.tune.search.sensitivity import LocalError, UnitFacts
 from ampwise.tune.search.trials import SearchTrial
 
-__all__ = ["SensitivityReason", "amplification", "find_reasons", "usual_amplification"]
-
 FLUSHED = 0.02  # share of the nonzero values
 CANCELS = 4.0  # times larger than the result
 ILL_CONDITIONED = 1e4  # the largest singular value over the smallest

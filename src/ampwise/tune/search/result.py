@@ -24,8 +24,6 @@ from ampwise.train.precision.precision import PRECISIONS
 from ampwise.tune.search.arrangement import WIDEST, arrange_formats, parse_formats
 from ampwise.tune.search.units import SearchUnit
 
-__all__ = ["AppliedFormats", "FormatGain", "ModuleSensitivity", "SearchResult", "Verification"]
-
 WHAT = "a policy of ampwise search"
 VERSION = 1
 LARGEST = 64_000_000  # bytes of a file

@@ -47,8 +47,6 @@ from ampwise.tune.search.sensitivity import SensitivityProbe, UnitProbe, scores_
 from ampwise.tune.search.trials import SearchTrial, TrialRunner, TrialsSpent, TrialStore, digest_of
 from ampwise.tune.search.units import REST, SearchUnit, find_units, select_units
 
-__all__ = ["VerifiedSearch", "search", "verify"]
-
 MOST_ALONE = 8  # modules measured by themselves
 
 Looks = Callable[[Sequence[SearchBatch]], Mapping[str, UnitProbe]]

@@ -27,19 +27,6 @@ from ampwise.train.random_state import capture_random, restore_random
 from ampwise.tune.search.arrangement import WIDEST, FormatChoice, arrange_formats
 from ampwise.tune.search.units import REST, SearchUnit
 
-__all__ = [
-    "LocalError",
-    "SensitivityProbe",
-    "UnitFacts",
-    "UnitProbe",
-    "UnitRun",
-    "before_softmax",
-    "measure_facts",
-    "reached_nodes",
-    "scores_of",
-    "singular_range",
-]
-
 MOST_VALUES = 2**22  # counted per tensor
 LARGEST_MATRIX = 1024  # whose singular values are computed
 

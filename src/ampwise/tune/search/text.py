@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from ampwise.tune.search.result import ModuleSensitivity, SearchResult
 
-__all__ = ["found_html", "found_text", "show"]
-
 MOST_ROWS = 12
 MOST_PATTERNS = 4
 FORMAT_HEADINGS = ("format", "modules", "matmuls", "which")

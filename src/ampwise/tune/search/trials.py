@@ -25,8 +25,6 @@ from ampwise.tune.search.fp32_error import ErrorTally, Fp32Error, Fp32Reference
 from ampwise.tune.search.passes import PassRunner, SearchBatch
 from ampwise.tune.search.units import SearchUnit
 
-__all__ = ["SearchTrial", "TrialRunner", "TrialStore", "TrialsSpent", "digest_of"]
-
 WHAT = "progress of ampwise search"
 VERSION = 1
 LARGEST = 64_000_000  # bytes

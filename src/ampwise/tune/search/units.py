@@ -19,8 +19,6 @@ from ampwise.errors import BadInput, UnknownName
 from ampwise.numbers.emulation.emulated_matmuls import MATMUL_OPERANDS
 from ampwise.train.precision.policy import name_and_parents, named_modules
 
-__all__ = ["REST", "SearchUnit", "find_units", "select_units"]
-
 REST = ""  # name of the rest: matmuls of the model's own forward, and of the function that calls it
 
 aten: Any = torch.ops.aten
@@ -38,11 +36,6 @@ class SearchUnit:
     kind: str
     flops: float  # of its matmuls in a forward pass
     emulated: bool = True  # whether its matmuls can be emulated: not outside of modules, nor in an nn.LSTM
-
-    @property
-    def shown(self) -> str:
-        """The name to display."""
-        return self.name or "(the model itself)"
 
 
 def find_units(model: Module, forward: Callable[[], object]) -> list[SearchUnit]:

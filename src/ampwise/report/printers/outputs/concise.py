@@ -11,8 +11,6 @@ from ampwise.finding import Finding
 from ampwise.finding.terminal import paint, printable
 from ampwise.report.printers.summary import fix_mark, in_file_order, summary
 
-__all__ = ["render"]
-
 
 def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None) -> str:
     lines = []

@@ -12,8 +12,6 @@ from ampwise.report.printers.summary import fix_mark, in_file_order, summary
 from ampwise.report.source_lines import SourceFiles, excerpt
 from ampwise.report.text_layout import finding_paragraph, path_from_here
 
-__all__ = ["render"]
-
 
 def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None) -> str:
     sources = SourceFiles(texts)

@@ -12,8 +12,6 @@ from ampwise.finding.terminal import printable
 from ampwise.report.printers.fingerprint import cell_position, project_path
 from ampwise.report.printers.summary import in_file_order
 
-__all__ = ["render"]
-
 COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
 
 # The runner decodes these and no others; an unescaped newline would end the command and start the next.

@@ -13,8 +13,6 @@ from ampwise.finding import Finding, Severity
 from ampwise.finding.strict_json import dumps
 from ampwise.report.printers.fingerprint import cell_position, fingerprints, project_path
 
-__all__ = ["render"]
-
 SEVERITIES = {Severity.ERROR: "critical", Severity.WARNING: "major", Severity.INFO: "info"}
 
 

@@ -17,9 +17,6 @@ from typing import Any
 from ampwise.finding import Finding
 from ampwise.finding.strict_json import dumps
 
-__all__ = ["render"]
-
-
 NOTE: dict[str, Any] = {
     "code": None,
     "name": None,

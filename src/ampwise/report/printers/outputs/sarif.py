@@ -14,8 +14,6 @@ from ampwise.finding.strict_json import dumps
 from ampwise.finding.version import NAME, installed_version
 from ampwise.report.printers.fingerprint import fingerprints, project_path
 
-__all__ = ["render"]
-
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 
