@@ -20,6 +20,7 @@ from ampwise.check.source.outline import ClassOutline, FileOutline, FunctionOutl
 from ampwise.check.source.relevance import (
     COMPUTES,
     IN_HALF,
+    LOSSES,
     STEPS,
     STEPS_OR_SAVES,
     TAKES_PART,
@@ -103,6 +104,8 @@ class Project:
             return True
         if context.in_autocast and self._says(function, COMPUTES):
             return True
+        if "autocast" in caller.script.text and self._says(function, LOSSES):
+            return True  # it may get scores in half
         return bool(context.loops) and any(dotted_text(argument) in caller.models for argument in call.args)
 
     def _says(self, function: FunctionOutline, words: Words) -> bool:

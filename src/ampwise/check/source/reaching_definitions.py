@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator
 
 from ampwise.check.source.frame import Frame, PossibleValue
-from ampwise.check.source.outline import FunctionOutline
+from ampwise.check.source.outline import Binding, FunctionOutline
 
 MOST_BINDINGS = 200  # a name that is assigned more often is treated as unknown
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -25,22 +25,29 @@ def reaching_values(node: ast.Name, frame: Frame) -> list[PossibleValue]:
     function, unknown = frame.function, PossibleValue(None, frame)
     if not function.holds(node.id):
         return [value if value.node is not node else unknown for value in frame.values(node)]
-    found = [(binding.value, binding.node) for binding in function.bindings.get(node.id, ())]
+    found = [(_bound(binding, node.id), binding.node) for binding in function.bindings.get(node.id, ())]
     bindings = [(value, statement) for value, statement in found if isinstance(statement, ast.stmt)]
     if len(bindings) > MOST_BINDINGS:
         return [unknown]
     homes = _homes(function)
     around = _blocks_around(node, function)
+    newest: dict[Home | None, int] = {}  # the line of the last assignment in each block
     last: ast.stmt | None = None  # the last of the assignments that every path to the name goes through
     for _, statement in bindings:
         is_before = (statement.end_lineno or 0) < node.lineno and not isinstance(statement, MAY_NOT_RUN)
-        if is_before and homes.get(id(statement)) in around and (last is None or statement.lineno > last.lineno):
+        if not is_before:
+            continue
+        home = homes.get(id(statement))
+        newest[home] = max(newest.get(home, 0), statement.lineno)
+        if home in around and (last is None or statement.lineno > last.lineno):
             last = statement
     loops = [loop for loop in around.values() if isinstance(loop, LOOPS)]
     values = []
     for value, statement in bindings:
         if last is not None and statement.lineno < last.lineno:
             continue
+        if newest.get(homes.get(id(statement)), 0) > statement.lineno and id(statement) in homes:
+            continue  # further down in its block, before the name, there is another one
         is_before = (statement.end_lineno or 0) < node.lineno or isinstance(statement, LOOPS)
         # Or further down, but in a loop whose next iteration reaches the name without passing the last assignment.
         if is_before or any(_within(statement, loop) and not (last and _within(last, loop)) for loop in loops):
@@ -49,6 +56,22 @@ def reaching_values(node: ast.Name, frame: Frame) -> list[PossibleValue]:
         is_given = node.id in frame.arguments and frame.caller is not None
         values.append(PossibleValue(frame.arguments[node.id], frame.caller) if is_given else unknown)  # type: ignore[arg-type]
     return values or [unknown]
+
+
+@functools.lru_cache(maxsize=1024)  # the same node each time, since dtypes are known by node
+def _bound(binding: Binding, name: str) -> ast.expr | None:
+    """Return the value of a binding; ``made[0]`` for the first name in ``scores, features = made``."""
+    statement = binding.node
+    if binding.value is not None or not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return binding.value
+    parts = statement.targets[0].elts if isinstance(statement.targets[0], ast.Tuple | ast.List) else []
+    if any(isinstance(part, ast.Starred) for part in parts):
+        return None
+    index = next((number for number, part in enumerate(parts) if isinstance(part, ast.Name) and part.id == name), None)
+    if index is None:
+        return None
+    element = ast.Subscript(statement.value, ast.Constant(index), ast.Load())
+    return ast.fix_missing_locations(ast.copy_location(element, statement.value))
 
 
 def _within(node: ast.stmt, outer: ast.stmt) -> bool:

@@ -38,6 +38,17 @@ COMPUTES: Words = (
     *("BCE", "bce", "binary_cross_entropy", "masked_fill", "where(", "exp(", "log(", "eps", "1e-", "sqrt", "softmax"),
     *("sigmoid", "autocast", "riterion", "loss", "Loss"),
 )
+# Losses of scores, which are inaccurate on scores in half.
+LOSSES: Words = (
+    "cross_entropy",
+    "CrossEntropy",
+    "log_softmax",
+    "LogSoftmax",
+    "kl_div",
+    "KLDiv",
+    "logsumexp",
+    "with_logits",
+)
 # What an imported file may have: a part of the step, a scheduler, a loss or a model of a training script, a save.
 WORTH_READING: Words = (
     *(*STEPS_OR_SAVES, "def step(self", "Loss(", "_loss(", "loss_fn("),

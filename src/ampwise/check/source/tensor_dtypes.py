@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
+from typing import TypeGuard
 
 from ampwise.check.source.constructors import find_constructors
+from ampwise.check.source.dictionary_changes import changes_of
 from ampwise.check.source.events import EventContext
-from ampwise.check.source.frame import Frame
+from ampwise.check.source.frame import Frame, PossibleValue
+from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import arguments_given, dotted_text, last_name
 from ampwise.check.source.outline import FunctionOutline
 from ampwise.check.source.precision import argument_of, dtypes_of
@@ -27,6 +31,8 @@ NUMBER = "number"  # a Python number, which takes the dtype of the other operand
 # Output of a model we cannot see: in half precision if it ends, as most do, in a linear layer.
 LIKELY_HALF, LIKELY_BF16 = "model in float16", "model in bfloat16"
 LIKELY = {FP16: LIKELY_HALF, BF16: LIKELY_BF16}
+# Part of what such a model returns: its scores, or anything else.
+PART = {LIKELY_HALF: "part of a model's output in float16", LIKELY_BF16: "part of a model's output in bfloat16"}
 HALVES: dict[str | None, str] = {HALF: "FP16", LIKELY_HALF: "FP16", BF16: "BF16", LIKELY_BF16: "BF16"}
 
 
@@ -51,6 +57,11 @@ KEEPS = _words(
     "dropout masked_fill masked_fill_ max min amax amin median sin cos erf narrow select roll flip tril triu "
     "requires_grad_ cuda max_pool2d avg_pool2d adaptive_avg_pool2d batch_norm index_select gather"
 )
+# Of those that autocast runs in FP32, what gives the dtype of its input outside of autocast.
+KEEPS_OUTSIDE = _words("softmax softmin log_softmax logsumexp exp log pow square sum norm normalize cumsum softplus")
+SCORES = LazyPattern(r"logit|score|pred|out|cls|class", re.IGNORECASE)
+TEMPERATURE = LazyPattern(r"(^|[._])(t|temp|temperature|tau|kd_t)$", re.IGNORECASE)
+NOT_A_MODEL = LazyPattern(r"criterion|loss|metric|optim|scal|sched", re.IGNORECASE)
 MADE_SINGLE = _words("zeros ones full empty rand randn arange linspace tensor eye one_hot as_tensor from_numpy")
 LAYERS_IN_HALF = _words("Linear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d")
 LAYERS_IN_SINGLE = _words("Softmax LogSoftmax LayerNorm GroupNorm RMSNorm CrossEntropyLoss MSELoss L1Loss")
@@ -60,16 +71,21 @@ LAYERS_THAT_KEEP = _words(
 )
 SAME_TENSOR = frozenset(("T", "mT", "data", "H"))
 CASTS = {"float": SINGLE, "double": SINGLE, "half": HALF, "bfloat16": BF16}
+LAYER_MODULES = ("torch.nn.", "timm.loss.", "monai.losses.")
 NAMESPACES = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.functional")
 DEEPEST = 12
 # Names and the frames they were found in, from the expression that was asked for to the current one.
 Seen = tuple[tuple[int, int], ...]
 
 
-@functools.lru_cache(maxsize=2)
-def tensor_dtypes(code: SourceFile) -> TensorDtypes:
-    """Return the dtypes of a file's expressions; computed once for all rules."""
-    return TensorDtypes(code)
+@functools.lru_cache(maxsize=4)
+def tensor_dtypes(code: SourceFile, any_mode: bool = False) -> TensorDtypes:
+    """Return the dtypes of a file's expressions; computed once for all rules.
+
+    With ``any_mode``, a name is in half if one of its values is and none is surely in FP32: some mode of the script
+    gives that value. A part of a model's output is then PART.
+    """
+    return TensorDtypes(code, any_mode)
 
 
 def torch_operation(call: ast.Call, frame: Frame) -> tuple[str, ast.expr | None] | None:
@@ -86,7 +102,8 @@ def torch_operation(call: ast.Call, frame: Frame) -> tuple[str, ast.expr | None]
 class TensorDtypes:
     """Dtypes of the expressions of one file, in each context in which they are evaluated."""
 
-    def __init__(self, code: SourceFile) -> None:
+    def __init__(self, code: SourceFile, any_mode: bool = False) -> None:
+        self.any_mode = any_mode
         self.contexts: dict[tuple[int, int], EventContext] = {}
         self.returns: dict[tuple[int, int], list[CodeSite]] = {}
         for trace in code.traces:
@@ -109,15 +126,13 @@ class TensorDtypes:
         if isinstance(node, ast.Constant):
             return NUMBER if isinstance(node.value, int | float) else None
         if isinstance(node, ast.Name):
-            values = reaching_values(node, context.frame)
-            # Of `if amp: with autocast(): out = model(x)` and `else: out = model(x)`, the mode with autocast counts.
-            with_autocast = [value for value in values if not self._is_forward_in_single(*value)]
-            return _common([self._of_value(*value, seen) for value in with_autocast or values])
+            found = self._merged([self._of_value(*value, seen) for value in self._values(node, context)])
+            iterated = context.frame.iterated(node) if self.any_mode and found is None else None
+            return self._of_element(iterated, None, context, seen) if iterated is not None else found
         if isinstance(node, ast.Attribute):
             return self._of_attribute(node, context, seen)
         if isinstance(node, ast.Subscript):
-            found = self.dtype(node.value, context, seen)
-            return None if found in LIKELY.values() else found  # a model may return a dict of anything
+            return self._of_subscript(node, context, seen)
         if isinstance(node, ast.UnaryOp):
             return self.dtype(node.operand, context, seen)
         if isinstance(node, ast.BinOp):
@@ -126,9 +141,97 @@ class TensorDtypes:
             return self._of_call(node, context, seen)
         return None
 
+    def _values(self, node: ast.Name, context: EventContext) -> list[PossibleValue]:
+        """Return what a name may hold here, without what it holds in the other branch of an ``if`` around it.
+
+        Of ``if amp: with autocast(): out = model(x)`` and ``else: out = model(x)``, the mode with autocast counts.
+        """
+        values = []
+        for value in reaching_values(node, context.frame):
+            there = self._context(*value) if value.frame is context.frame else None
+            if there is None or not _contradict(there, context):
+                values.append(value)
+        return [value for value in values if not self._is_forward_in_single(*value)] or values
+
+    def _context(self, node: ast.expr | None, frame: Frame) -> EventContext | None:
+        """Return the context in which a value is computed."""
+        found = self.contexts.get((id(node), id(frame)))
+        return self.contexts.get((id(node.value), id(frame))) if found is None and _is_element(node) else found
+
+    def _merged(self, dtypes: list[str | None]) -> str | None:
+        """Return the dtype of something that may have any of these."""
+        if not self.any_mode or SINGLE in dtypes or len(set(dtypes)) == 1:
+            return _common(dtypes)
+        sure = [dtype for dtype in dtypes if dtype is not None]
+        order = [*PART.values(), *LIKELY.values(), *LIKELY]  # the least certain first, FP16 before BF16
+        found = next((dtype for dtype in order if dtype in sure), None)
+        return LIKELY.get(found or "", found) if None in dtypes else found
+
+    def _of_subscript(self, node: ast.Subscript, context: EventContext, seen: Seen) -> str | None:
+        key = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        if not self.any_mode:
+            if isinstance(node.value, ast.Call) and _is_element(node):
+                return None
+            found = self.dtype(node.value, context, seen)
+            return None if found in LIKELY.values() else found  # a model may return a dict of anything
+        if isinstance(key, str):
+            found = self.dtype(node.value, context, seen) if SCORES.search(key) else None
+            return PART.get(found or "")
+        if isinstance(key, int) or isinstance(node.slice, ast.Name | ast.BinOp):
+            return self._of_element(node.value, key if isinstance(key, int) else None, context, seen)
+        return self.dtype(node.value, context, seen)
+
+    def _of_element(self, node: ast.expr, index: int | None, context: EventContext, seen: Seen) -> str | None:
+        """Return the dtype of an element of a tuple or a list, or of a slice of a tensor; of any one for None."""
+        here = (id(node), id(context.frame))
+        if len(seen) > DEEPEST or here in seen:
+            return None
+        if isinstance(node, ast.Tuple | ast.List) and node.elts:
+            parts = node.elts[index : index + 1] if index is not None and index >= 0 else node.elts
+            return self._merged([self.dtype(part, context, (*seen, here)) for part in parts]) if parts else None
+        if isinstance(node, ast.ListComp | ast.GeneratorExp):
+            return self.dtype(node.elt, context, (*seen, here))
+        if isinstance(node, ast.Name):
+            values = self._values(node, context)
+            if values and all(isinstance(value.node, ast.List | ast.Dict) for value in values):
+                return self._of_item(node, index, context, (*seen, here))
+            found: list[str | None] = []
+            for held, home in values:
+                there = self._context(held, home)
+                if held is None or there is None:
+                    found.append(None)
+                else:
+                    found.append(self._of_element(held, index, there, (*seen, here)))
+            return self._merged(found)
+        if isinstance(node, ast.Call):
+            target = context.frame.callee(node)
+            if target is not None:
+                returned = self._returns(node, target[0], context.frame)
+                found = [
+                    self._of_element(one.value, index, there, (*seen, here)) if one.value is not None else None
+                    for one, there in returned
+                ]
+                return self._merged(found) if found else None
+        whole = self.dtype(node, context, seen)
+        return PART.get(whole or "", whole)
+
+    def _of_item(self, node: ast.Name, index: int | None, context: EventContext, seen: Seen) -> str | None:
+        """Return the dtype of what is put into a dictionary or a list: ``parts[i] = outputs[i]``."""
+        frame, keys = context.frame, {str(index)} if index is not None else set()
+        items: list[ast.expr] = []
+        for kind, key, value in changes_of(node.id, frame.function.node, frame.outline):
+            there = self.contexts.get((id(value), id(frame)))
+            if kind != "item" or there is None or value.lineno >= node.lineno or _contradict(there, context):
+                continue
+            if not keys or key in keys or not key or key.startswith("["):
+                items = [*([] if set(there.guards) <= set(context.guards) and key else items), value]
+        return self._merged([self._of_value(item, frame, seen) for item in items]) if items else None
+
     def _of_attribute(self, node: ast.Attribute, context: EventContext, seen: Seen) -> str | None:
         if node.attr in SAME_TENSOR:
             return self.dtype(node.value, context, seen)
+        if self.any_mode and SCORES.search(node.attr):
+            return PART.get(self.dtype(node.value, context, seen) or "")
         if isinstance(node.value, ast.Name) and context.frame.class_of(node.value) is not None:
             values = context.frame.values(node)
             return NUMBER if values and all(_is_number(*value) for value in values) else None
@@ -137,16 +240,18 @@ class TensorDtypes:
     def _of_value(self, node: ast.expr | None, frame: Frame, seen: Seen) -> str | None:
         if node is None:
             return None
-        context = self.contexts.get((id(node), id(frame)))
+        context = self._context(node, frame)
         if context is None:  # in a function that no trace reached: only numbers are certain
             found = self.dtype(node, EventContext(frame), seen)
             return found if found == NUMBER else None
         return self.dtype(node, context, seen)
 
     def _is_forward_in_single(self, node: ast.expr | None, frame: Frame) -> bool:
-        """Whether this is a call of a model outside of autocast."""
-        context = self.contexts.get((id(node), id(frame))) if isinstance(node, ast.Call) else None
-        return context is not None and not context.autocasts and isinstance(node, ast.Call) and _is_model(node)
+        """Whether this is a call of a model outside of autocast, or an element of what it returns."""
+        context = self._context(node, frame)
+        call = node.value if isinstance(node, ast.Subscript) and _is_element(node) else node
+        outside = context is not None and not context.autocasts
+        return outside and isinstance(call, ast.Call) and _is_model(call, frame)
 
     def _of_arithmetic(self, node: ast.BinOp, context: EventContext, seen: Seen) -> str | None:
         if isinstance(node.op, ast.FloorDiv) or _is_number(node, context.frame):
@@ -158,6 +263,8 @@ class TensorDtypes:
         if sides == {NUMBER}:
             return NUMBER
         sides.discard(NUMBER)
+        if self.any_mode and isinstance(node.op, ast.Div | ast.Mult) and TEMPERATURE.search(ast.unparse(node.right)):
+            sides.discard(None)  # a number, or a tensor without dimensions, which changes no dtype
         return SINGLE if SINGLE in sides and None not in sides else _common(list(sides))
 
     def _of_call(self, node: ast.Call, context: EventContext, seen: Seen) -> str | None:
@@ -169,6 +276,8 @@ class TensorDtypes:
             made = self.dtype(node.args[0] if node.args else None, context, seen)
             if made is not None:
                 return made
+        if self.any_mode and not context.autocasts and layer in ("Softmax", "LogSoftmax"):
+            return self.dtype(node.args[0] if node.args else None, context, seen)
         half = half_format(context)
         if half and (layer in LAYERS_IN_HALF or layer in LAYERS_IN_SINGLE):
             return half if layer in LAYERS_IN_HALF else SINGLE
@@ -177,7 +286,7 @@ class TensorDtypes:
             return self._returned(node, target[0], frame, seen)
         found = torch_operation(node, frame)
         if found is None:
-            return LIKELY[half] if half and _is_model(node) else None
+            return LIKELY[half] if half and _is_model(node, frame) else None
         name, tensor = found
         if isinstance(node.func, ast.Attribute) and frame.qualified(node.func) is None:
             cast = self._of_cast(node, name, tensor, context, seen)
@@ -217,6 +326,8 @@ class TensorDtypes:
             return self.dtype(tensor, context, seen)
         if name in MADE_SINGLE and context.frame.qualified(node.func) is not None:
             return SINGLE
+        if self.any_mode and not context.autocasts and name in KEEPS_OUTSIDE:
+            return self.dtype(tensor, context, seen)
         half = half_format(context)
         if half is None:
             return None
@@ -230,22 +341,35 @@ class TensorDtypes:
         return None
 
     def _returned(self, node: ast.Call, function: FunctionOutline, frame: Frame, seen: Seen) -> str | None:
+        dtypes = [self.dtype(site.value, context, seen) for site, context in self._returns(node, function, frame)]
+        return self._merged(dtypes) if dtypes else None
+
+    def _returns(
+        self, node: ast.Call, function: FunctionOutline, frame: Frame
+    ) -> list[tuple[ast.Return, EventContext]]:
+        """Return the ``return`` statements of a function, as a call runs them."""
         given = {id(part) for part in arguments_given(node)}
-        dtypes = []
+        found = []
         for site in self.returns.get((id(frame), id(function)), ()):
             if all(id(argument) in given for argument in site.context.frame.arguments.values()):
                 assert isinstance(site.node, ast.Return)
-                dtypes.append(self.dtype(site.node.value, site.context, seen))
-        return _common(dtypes) if dtypes else None
+                found.append((site.node, site.context))
+        return found
 
 
-def layer_called(node: ast.Call, frame: Frame) -> str | None:
-    """Return ``Linear`` for ``self.fc(x)`` after ``self.fc = nn.Linear(8, 8)``; None if it is ambiguous."""
+def layers_called(node: ast.Call, frame: Frame) -> set[str | None]:
+    """Return the layers that a call may run, such as ``Linear`` for ``self.fc(x)``; None among them if unknown."""
     kinds: set[str | None] = set()
     for maker, home in find_constructors(node.func, frame):
         qualified = home.qualified(maker.func) if isinstance(maker, ast.Call) else None
-        is_layer = qualified is not None and qualified.startswith("torch.nn.") and ".functional." not in qualified
+        is_layer = qualified is not None and qualified.startswith(LAYER_MODULES) and ".functional." not in qualified
         kinds.add(qualified.rpartition(".")[2] if is_layer and qualified else None)
+    return kinds
+
+
+def layer_called(node: ast.Call, frame: Frame) -> str | None:
+    """Return the layer that a call runs; None if it is ambiguous."""
+    kinds = layers_called(node, frame)
     return kinds.pop() if len(kinds) == 1 else None
 
 
@@ -257,8 +381,25 @@ def half_format(context: EventContext) -> str | None:
     return next((dtype for dtype in (FP16, BF16) if dtype in (autocast.dtypes or ())), None)
 
 
-def _is_model(call: ast.Call) -> bool:
-    return dotted_text(call.func) is not None and MODEL_NAME.search(last_name(call.func)) is not None
+def _is_model(call: ast.Call, frame: Frame) -> bool:
+    name = dotted_text(call.func)
+    if name is None:
+        return False
+    known = name in frame.outline.models and not NOT_A_MODEL.search(name)
+    return known or MODEL_NAME.search(last_name(call.func)) is not None
+
+
+def _contradict(one: EventContext, other: EventContext) -> bool:
+    """Whether two places are in different branches of an ``if``."""
+    sides = {guard.text: guard.holds for guard in one.guards}
+    return any(sides.get(guard.text, guard.holds) != guard.holds for guard in other.guards)
+
+
+def _is_element(node: ast.AST | None) -> TypeGuard[ast.Subscript]:
+    """Whether this is an element of a tuple by its number."""
+    return (
+        isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int)
+    )
 
 
 def _common(dtypes: list[str | None]) -> str | None:

@@ -5,16 +5,18 @@ import functools
 import re
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.cases import ALWAYS, Limit, conditions_at, joined
 from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.modes import entered_by
 from ampwise.check.source.names import dotted_text, last_name, method_called
-from ampwise.check.source.precision import argument_of
-from ampwise.check.source.questions import guard_source
-from ampwise.check.source.torch_names import BF16
+from ampwise.check.source.precision import AutocastContext, argument_of
+from ampwise.check.source.torch_names import BF16, SPELLINGS
 from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import Frame, SourceFile
+    from ampwise.check.source.walk import CodeSite
 
 RULE = Rule(
     code="AMP303",
@@ -42,12 +44,14 @@ NEEDS = (
     (".backward(", "capability", "get_device_properties"),
 )
 
+# Names of functions and attributes that ask the GPU.
 CHECKS_HARDWARE = LazyPattern(
-    r"bf16_support|is_bf16|bfloat16_support|capability|\.major\b|bf16_available|supports_bf|has_bf16|can_bf16|"
-    r"get_arch_list"
+    r"bf(loat)?16_(gpu_)?(is_)?(support|avail|ready|capable|ok)|supports?_bf|(has|can|can_use)_bf|capability|"
+    r"^major$|get_arch_list|ampere",
+    re.IGNORECASE,
 )
 NOT_CUDA = ("cpu", "mps", "xla", "hpu")  # not CUDA devices
-CHOSEN = LazyPattern(r"bf16|bfloat|dtype|precision|half|fp16", re.IGNORECASE)
+LAST_WORD = LazyPattern(r"(\w+)\W*$")
 ABOUT_BF16 = LazyPattern(r"bf16|bfloat16", re.IGNORECASE)
 CHECKS_BF16 = LazyPattern(r"bf16_support|is_bf16|bfloat16_support")
 FOLLOW = 3  # names
@@ -57,25 +61,84 @@ def check_source(code: SourceFile) -> Findings:
     if code.uses_framework:
         return
     yield from _low_thresholds(code)
-    if CHECKS_HARDWARE.search(code.script.text):
+    if _asks_hardware(code):
         return
     if not any(region.has("optimizer step", "scaler step", "opaque") for region in code.regions):
         return  # inference and tests may be written for a known GPU
+    judged: dict[tuple[ast.expr, Frame | None], bool] = {}
+    found: list[CodeSite] = []
     for site in code.statements:
         autocast = site.context.autocast
         if autocast is None or autocast.frame.outline is not code.outline:
             continue  # another file's autocast, which is checked there
-        if not autocast.known or not autocast.may_be_on or autocast.device in NOT_CUDA:
-            continue
-        # The user may have chosen BF16 explicitly: `if args.bf16`, `enabled=cfg.bf16`.
-        asked = [guard_source(guard) for guard in site.context.guards]
-        enabled = argument_of(autocast.node, "enabled") if isinstance(autocast.node, ast.Call) else None
-        asked += [] if enabled is None else [ast.unparse(enabled)]
-        chosen = autocast.optional or CHOSEN.search(" ".join(asked))
-        if autocast.is_surely(BF16) and not chosen:
-            place = code.script.place(autocast.node)
-            yield RULE.at(place, "BF16 is used on any GPU: before compute capability 8.0 it is emulated")
-            return  # one check fixes them all
+        region = (autocast.node, autocast.entered_in)
+        if region not in judged:
+            judged[region] = autocast.known and autocast.may_be_on and _may_be_bf16(autocast, code)
+            found += [site] if judged[region] else []
+    # One check fixes them all: the training's autocast is the one to name.
+    chosen = min(found, key=lambda site: site.context.no_grad, default=None)
+    if chosen is not None and chosen.context.autocast is not None:
+        place = code.script.place(chosen.context.autocast.node)
+        yield RULE.at(
+            place, "this file does not check that the GPU has BF16: before compute capability 8.0 it is emulated"
+        )
+
+
+def _asks_hardware(code: SourceFile) -> bool:
+    """Whether the file asks anywhere what the GPU supports."""
+    names = [node.attr for node in code.nodes(ast.Attribute)] + [node.id for node in code.nodes(ast.Name)]
+    names += [function.name for function in code.outline.functions]
+    names += [full.rpartition(".")[2] for full in code.outline.imports.names.values()]
+    return any(CHECKS_HARDWARE.search(name) for name in set(names))
+
+
+def _may_be_bf16(autocast: AutocastContext, code: SourceFile) -> bool:
+    """Whether an autocast is BF16 on CUDA: always, by a flag, or by the default of a choice among dtypes."""
+    ways = [ALWAYS]
+    if autocast.manager is not None and autocast.entered_in is not None:
+        ways = conditions_at(autocast.entered_in, autocast.manager)
+    for one in entered_by(autocast):
+        if one.dtype == BF16 and one.device not in NOT_CUDA:
+            together = [given for way in ways if (given := joined(one.given, way)) is not None]
+            if any(all(_is_likely(name, limit, code) for name, limit in given.items()) for given in together):
+                return True
+    return False
+
+
+def _is_likely(option: str, limit: Limit, code: SourceFile) -> bool:
+    """Whether a condition holds on a GPU unless someone asks for another dtype than the script's default."""
+    among = limit.among or frozenset()
+    if among and among <= set(NOT_CUDA):
+        return False
+    if not any(isinstance(value, str) and value.lower() in SPELLINGS for value in among | limit.without):
+        return True  # a flag, a phase, a device
+    name = LAST_WORD.search(option)
+    defaults = _defaults(code).get(name[1], set()) if name is not None else set()
+    return any(value not in limit.without and (not among or value in among) for value in defaults)
+
+
+@functools.lru_cache(maxsize=2)
+def _defaults(code: SourceFile) -> dict[str, set[str]]:
+    """Return the strings that options, fields, constants and parameters of a file have by default, by name."""
+    found: dict[str, set[str]] = {}
+    pairs: list[tuple[str | None, ast.expr | None]] = []
+    for target, value in code.assignments:
+        pairs.append(((dotted_text(target) or "").rpartition(".")[2], value))
+    for function in code.outline.functions:
+        pairs += function.defaults.items()
+    for call in code.nodes(ast.Call):
+        pairs += [(word.arg, word.value) for word in call.keywords]
+        method, first = method_called(call), call.args[0] if call.args else None
+        if method in ("add_argument", "option") and first is not None:
+            options = [str(part.value) for part in call.args if isinstance(part, ast.Constant)]
+            option = next((text for text in options if text.startswith("--")), "")
+            pairs.append((option.lstrip("-").replace("-", "_"), argument_of(call, "default")))
+        elif method in ("get", "pop", "setdefault") and len(call.args) == 2 and isinstance(first, ast.Constant):
+            pairs.append((str(first.value), call.args[1]))
+    for name, value in pairs:
+        if name and isinstance(value, ast.Constant) and isinstance(value.value, str):
+            found.setdefault(name, set()).add(value.value)
+    return found
 
 
 def _low_thresholds(code: SourceFile) -> Findings:

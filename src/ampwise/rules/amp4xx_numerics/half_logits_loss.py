@@ -4,7 +4,14 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.precision import argument_of
-from ampwise.check.source.tensor_dtypes import HALF, LIKELY_HALF, layer_called, tensor_dtypes, torch_operation
+from ampwise.check.source.tensor_dtypes import (
+    HALF,
+    LIKELY_HALF,
+    PART,
+    layers_called,
+    tensor_dtypes,
+    torch_operation,
+)
 from ampwise.check.source.torch_names import BF16
 from ampwise.finding import Findings, Rule, Severity
 
@@ -26,39 +33,58 @@ RULE = Rule(
     bad='with torch.autocast("cuda"):\n    scores = model(x)\nloss = F.cross_entropy(scores, y)',
     good='with torch.autocast("cuda"):\n    scores = model(x)\n    loss = F.cross_entropy(scores, y)',
 )
-FUNCTIONS = (
-    *("cross_entropy", "log_softmax", "logsumexp", "kl_div", "binary_cross_entropy_with_logits"),
-    *("log", "soft_margin_loss", "poisson_nll_loss"),
+LOSSES = ("cross_entropy", "kl_div", "binary_cross_entropy_with_logits", "soft_margin_loss", "poisson_nll_loss")
+FUNCTIONS = (*LOSSES, "log_softmax", "logsumexp", "log")  # what a training makes losses of
+LOSS_LAYERS = (
+    *("CrossEntropyLoss", "KLDivLoss", "BCEWithLogitsLoss", "SoftMarginLoss", "MultiLabelSoftMarginLoss"),
+    *("LabelSmoothingCrossEntropy", "SoftTargetCrossEntropy"),  # of timm
+    *("DiceCELoss", "DiceFocalLoss", "FocalLoss"),  # of MONAI
 )
-LAYERS = ("CrossEntropyLoss", "LogSoftmax", "KLDivLoss", "BCEWithLogitsLoss", "SoftMarginLoss")
-NEEDS = (("autocast",), (".backward(",), (*FUNCTIONS[:5], ".log(", *LAYERS))
+LAYERS = (*LOSS_LAYERS, "LogSoftmax")
+TRAINS = (".backward(", ".zero_grad(", "caler(loss")
+NEEDS = (("autocast",), TRAINS, (*FUNCTIONS[:3], "log_softmax", "logsumexp", ".log(", *LAYERS))
 
 
 def check_source(code: SourceFile) -> Findings:
     if code.uses_framework or "convert_outputs_to_fp32" in code.script.text:
         return
+    dtypes = tensor_dtypes(code, any_mode=True)
     reported: set[ast.AST] = set()
     for site in code.calls:
         call, context = site.call, site.context
-        if call in reported or context.autocasts or context.no_grad or not _trains(context):
+        if context.autocasts or code.script.statement(call) in reported:
             continue
-        if layer_called(call, context.frame) in LAYERS:
-            tensor = argument_of(call, "input", 0)
-        else:
-            name, tensor = torch_operation(call, context.frame) or ("", None)
-            tensor = tensor if name in FUNCTIONS and argument_of(call, "dtype") is None else None
-        if tensor is None or isinstance(tensor, ast.BinOp):  # log(p + 1e-8) is AMP404's
-            continue
-        dtype = tensor_dtypes(code).dtype(tensor, context)
-        if dtype in (HALF, LIKELY_HALF, BF16):  # BF16 only if it is certain: many models upcast their scores
-            reported.add(call)
-            name = "BF16" if dtype == BF16 else "FP16"
-            message = (
-                f"`{code.script.segment(tensor)[:40]}` left autocast in {name}, so this loss is computed in {name}"
-            )
-            yield RULE.at(code.script.place(call), message)
+        for tensor in _scores(call, context):
+            dtype = dtypes.dtype(tensor, context)
+            if dtype in (HALF, LIKELY_HALF, PART[LIKELY_HALF], BF16):  # BF16 only if certain: many models upcast
+                reported.add(code.script.statement(call))
+                name = "BF16" if dtype == BF16 else "FP16"
+                message = (
+                    f"`{code.script.segment(tensor)[:40]}` left autocast in {name}, so this loss is computed in {name}"
+                )
+                yield RULE.at(code.script.place(call), message)
+                break
+
+
+def _scores(call: ast.Call, context: EventContext) -> list[ast.expr]:
+    """Return the scores that a loss gets, or the first step of one; of an evaluation only those of whole losses."""
+    trains = not context.no_grad and _trains(context)
+    layers = layers_called(call, context.frame)
+    name, found = "", []
+    if not layers.isdisjoint(LAYERS if trains else LOSS_LAYERS):
+        name = "kl_div" if "KLDivLoss" in layers else ""
+        found = [argument_of(call, "input", 0)]
+    else:
+        name, tensor = torch_operation(call, context.frame) or ("", None)
+        if name in (FUNCTIONS if trains else LOSSES) and argument_of(call, "dtype") is None:
+            found = [tensor]
+    if name == "kl_div" and found:
+        found.append(argument_of(call, "target", 1))
+    # log(p + 1e-8) is AMP404's
+    return [node for node in found if node is not None and not (name == "log" and isinstance(node, ast.BinOp))]
 
 
 def _trains(context: EventContext) -> bool:
-    """Return whether the function, or a caller, has a backward: scores of an evaluation may be in half."""
-    return any(".backward(" in frame.function.text for frame in context.frame.callers())
+    """Return whether the function, or a caller, trains."""
+    texts = [frame.function.text for frame in context.frame.callers()]
+    return any(word in text for text in texts for word in TRAINS)

@@ -1,17 +1,29 @@
 from __future__ import annotations
 
 import ast
-import functools
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.names import dotted_text, last_name, method_called
+from ampwise.check.source.precision import argument_of
+from ampwise.check.source.tree_walk import walk
 from ampwise.check.source.walk import events_in
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.events import Loop, SourceEvent
-    from ampwise.check.source.frame import Frame
-    from ampwise.check.source.project import SourceFile
+    from ampwise.check.source.types import (
+        BranchGuard,
+        CodeSite,
+        CodeTrace,
+        EventContext,
+        Frame,
+        FunctionOutline,
+        Loop,
+        SourceFile,
+    )
     from ampwise.watch.run_events import RunEvents
 
 RULE = Rule(
@@ -28,78 +40,237 @@ RULE = Rule(
     good='with torch.no_grad(), torch.autocast("cuda"):\n    for x, y in val_loader:\n        predictions = model(x)',
     on_by_default=False,
 )
-NEEDS = (("autocast",), (".backward(",))
+NEEDS = (("autocast",), (".backward(", ".train()", "def train", "def _train", "def fit"))
 
 SWITCHED_MANUALLY = "set_autocast_"  # torch.set_autocast_enabled(...): there is no `with` block to analyse
-HALF_MODEL = LazyPattern(r"\.(half|bfloat16)\(\)")
 # Generates samples, evaluates nothing.
 GENERATES = LazyPattern(r"sampl|generat|interpolat|progress|visuali|plot|draw|demo")
-EVALUATES_ITSELF = LazyPattern(r"^(eval|valid|test|fit|score)")  # model.evaluate(data): its loop is not visible here
-EVALUATES = LazyPattern(r"^_?(eval|valid|test)|(^|_)(eval|validation|validate|val|test)(_|$)")
+# Computes something of each batch; it evaluates only if it also measures something.
+INFERS = LazyPattern(r"infer|predict|extract|embed|encod|feature|pseudo|submi|export|calibrat|update_bn|bn_update")
+MEASURES = LazyPattern(
+    r"loss|criterion|metric|acc(urac|\b|_|1)|correct|score|evaluat|\b(auc|f1|iou|dice|psnr|wer|cer|map)\b"
+)
+EVALUATION_DATA = LazyPattern(r"(^|[^a-z])(val|valid|validation|eval|test|dev)([^a-z]|$)")
+EVALUATES_ITSELF = LazyPattern(r"^(eval|valid|test|fit|score|train)")  # evaluate(model, data): its loop is not visible
+EVALUATES = LazyPattern(r"^_?(eval|valid|test)|(^|_)(eval|validation|validate|valid|val|test)(_|$)")
+TRAINS = LazyPattern(r"(^|_)(train|fit)(_|$)")
+# One iteration of an evaluation, given to a trainer: self.validation_step(batch), hook.forward_valid(batch)
+EVALUATION_STEP = LazyPattern(
+    r"^_?(eval|evaluation|valid|val|validation|test)_?(forward|step|batch|iter|fn|func)$|"
+    r"^_?forward_(eval|evaluation|valid|val|validation|test)$"
+)
+EVALUATION, TRAINING = "evaluation", "training"
+PHASE = LazyPattern(
+    r" Eq '((?P<evaluation>val|valid|validation|eval|evaluation|test|dev)|train|training)'$", re.IGNORECASE
+)
+TRAINING_FLAG = LazyPattern(
+    r"some\((.*[.:])?(is_)?((?P<evaluation>eval|evaluate|evaluation|val|validation|validate|test|testing)|train|training)\)$"
+)
+HALF_CAST = LazyPattern(r"\.(half|bfloat16)\(\)|\.to\(.*(float16|half|bf16)")
+MAY_AUTOCAST = LazyPattern(r"ctx|context|cast|amp|precision|half|scope|dtype", re.IGNORECASE)
 BACKWARDS = ("backward", "scaled backward")
+# Factories of evaluators, and the option that puts their forward under autocast.
+EVALUATORS = {
+    "ignite.engine.create_supervised_evaluator": "amp_mode",
+    "monai.engines.SupervisedEvaluator": "amp",
+    "monai.engines.EnsembleEvaluator": "amp",
+}
 
 
 def check_source(code: SourceFile) -> Findings:
     if SWITCHED_MANUALLY in code.script.text:
         return
-    regions = [region for region in code.regions if region.has(*BACKWARDS)]
-    training = []  # the regions that compute something under autocast
-    for region in regions:
-        autocasts = (event.context.autocast for event in region.events if not event.context.no_grad)
-        if any(autocast is not None and autocast.known and autocast.may_be_on for autocast in autocasts):
-            training.append(region)
-    traces = list({id(region.trace): region.trace for region in training}.values())
-    if any(event.frame.outline is code.outline for region in training for event in region.events):
+    training = _autocast_trainings(code)
+    traces = list({id(trace): trace for trace, _ in training}.values())
+    if any(site.context.frame.outline is code.outline for _, site in training):
         traces = code.traces  # the training is in this file, which is not only a helper of it
-    events = (event for trace in traces for event in trace.events())
-    forwards = (event for event in events if event.kind == "forward" and event.context.loops)
-    evaluations = [event for event in forwards if _evaluates(event)]
-    wrapped = {event.node for event in evaluations if event.context.autocasts}
+    trained = _models_trained(training)
+    seen = EvaluationCode(traces, code)
     reported: set[object] = set()
-    for event in evaluations:
-        loop = event.context.loops[-1]
-        own = loop.node if _trains(loop.frame) else loop.frame.function
-        if event.node in wrapped or own in reported or loop.frame.outline is not code.outline:
+    for event in seen.forwards:
+        frame = seen.evaluation_of(event, trained)
+        if frame is None or frame.outline is not code.outline:
+            continue
+        loop = next((loop for loop in reversed(event.context.loops) if loop.frame is frame), None)
+        own: object = loop.node if loop is not None and _trains(frame) else frame.function
+        if event.node in seen.wrapped or own in reported:
             continue
         reported.add(own)
         node = event.node
-        for inner in event.frame.callers():  # up to the call in the evaluation loop that leads to the forward
-            if inner is loop.frame:
+        for inner in event.frame.callers():  # up to the call in the evaluation that leads to the forward
+            if inner is frame:
                 break
             node = inner.call or node
         yield RULE.at(code.script.place(node), "training runs under autocast, but this evaluation does not")
+    for site in code.calls if training else ():
+        option = EVALUATORS.get(site.context.frame.qualified(site.call.func) or "")
+        if option is not None and site.call not in reported and argument_of(site.call, option) is None:
+            reported.add(site.call)
+            message = f"training runs under autocast, but this evaluator has no `{option}`"
+            yield RULE.at(code.script.place(site.call), message)
 
 
-def _evaluates(event: SourceEvent) -> bool:
-    """Return whether this is a forward in a loop without a backward, with gradients off or the model in eval mode."""
-    loop = event.context.loops[-1]
-    function = loop.frame.function
-    trains, under_autocast = _contents(loop)
-    if trains or (under_autocast and not event.context.autocasts and not _also_under_autocast(event, under_autocast)):
-        return False  # the FP32 branch next to one with autocast
-    if GENERATES.search(function.name) or (function.parent is not None and HALF_MODEL.search(function.text)):
+def _autocast_trainings(code: SourceFile) -> list[tuple[CodeTrace, CodeSite]]:
+    """Return the statements of training that run under autocast, each with its trace."""
+    regions = [region for region in code.regions if region.has(*BACKWARDS)]
+    found = [(region.trace, site) for region in regions for site in region.trace.statements_in(region.loop)]
+    if not regions:  # the backward is elsewhere: a loop in a function that is called `train`
+        sites = [(trace, site) for trace in code.traces for site in trace.statements if site.context.loops]
+        found = [each for each in sites if TRAINS.search(each[1].context.loops[-1].frame.function.name)]
+    return [(trace, site) for trace, site in found if _is_training(site.context)]
+
+
+def _is_training(context: EventContext) -> bool:
+    """Whether this runs under an autocast of the training itself, not of a model's own forward or an evaluation."""
+    autocast = context.autocast
+    if autocast is None or not autocast.may_be_on or context.no_grad:
         return False
+    home = autocast.entered_in or autocast.frame
+    if home.function.name in ("forward", "__call__"):
+        return False
+    return not any(EVALUATES.search(frame.function.name) for frame in context.frame.callers())
+
+
+def _models_trained(training: list[tuple[CodeTrace, CodeSite]]) -> set[str]:
+    """Return the keys of the models that run under autocast in the training."""
+    events = (event for trace in {trace for trace, _ in training} for event in trace.events())
+    return {event.key for event in events if event.kind == "forward" and event.key and _is_training(event.context)}
+
+
+class EvaluationCode:
+    """Calls of models in the code around a training, and what of it runs under autocast."""
+
+    def __init__(self, traces: list[CodeTrace], code: SourceFile) -> None:
+        self.events = [event for trace in traces for event in trace.events()]
+        self.forwards = [event for event in self.events if event.kind == "forward" and not _is_verb(event)]
+        sites = [site for trace in traces for site in trace.calls]
+        for site in sites:
+            name = last_name(site.call.func)
+            if site.call.args and EVALUATION_STEP.search(name) and site.context.frame.callee(site.call) is None:
+                self.forwards.append(SourceEvent("forward", site.call, site.context))
+        # Calls under autocast, and those of functions that use it.
+        self.wrapped: set[ast.AST] = {event.node for event in self.forwards if event.context.autocasts}
+        for site in sites:
+            if site.context.autocasts:
+                self.wrapped |= {frame.call for frame in site.context.frame.callers() if frame.call is not None}
+        self.text = code.script.text
+
+    def evaluation_of(self, event: SourceEvent, trained: set[str]) -> Frame | None:
+        """Return the frame of the evaluation that a forward is part of; None if it is not part of one."""
+        context, frames = event.context, event.frame.callers()
+        if _phase(context.guards) == EVALUATION:
+            return self._of_branch(event)
+        loop = context.loops[-1] if context.loops else None
+        named = next((frame for frame in frames if EVALUATES.search(frame.function.name)), None)
+        if named is not None and (loop is None or loop.frame not in frames[: frames.index(named) + 1]):
+            loop = None  # the loop is around the evaluation, which is one forward over all of the data, or a step
+        elif loop is None:
+            return None
+        frame = loop.frame if loop is not None else named
+        if frame is None or (loop is None and _is_test_case(frame, self.text)):
+            return None
+        inside = events_in(loop.block) if loop is not None else [one for one in self.events if one.frame is frame]
+        if any(one.kind in BACKWARDS for one in inside) or _is_aside(frame.function, loop):
+            return None
+        if _is_branch_without_autocast(event, inside) or _casts(event, frame) or _may_be_wrapped(event, frame):
+            return None
+        eval_mode = ".eval()" in frame.function.text
+        if _trains(frame):  # targets are computed without gradients too: it is validation only after model.eval()
+            known = not trained or event.key is None or event.key in trained
+            return frame if context.no_grad and eval_mode and known else None
+        is_evaluation = context.no_grad or eval_mode or (loop is not None and named is not None)
+        return frame if is_evaluation else None
+
+    def _of_branch(self, event: SourceEvent) -> Frame | None:
+        """Return the frame of a loop whose branch for evaluation has no autocast."""
+        loops = event.context.loops
+        if not loops or not event.context.no_grad:
+            return None
+        frame = loops[-1].frame
+        others = [one for one in events_in(loops[-1].block) if one.kind == "forward" and one.context.autocasts]
+        shared = any(_phase(one.context.guards) != TRAINING for one in others)
+        return None if shared or _casts(event, frame) or _may_be_wrapped(event, frame) else frame
+
+
+def _is_verb(event: SourceEvent) -> bool:
+    """Whether this calls a function that does a whole evaluation or training: ``evaluate_model(net)``."""
     func = event.node.func if isinstance(event.node, ast.Call) else None
-    if isinstance(func, ast.Attribute) and EVALUATES_ITSELF.search(func.attr):
+    return func is not None and EVALUATES_ITSELF.search(last_name(func)) is not None
+
+
+def _phase(guards: Sequence[BranchGuard]) -> str | None:
+    """Return the phase that a branch is for: evaluation in ``phase == "val"``, training in ``if is_training``."""
+    for guard in guards:
+        found = PHASE.search(guard.text) or TRAINING_FLAG.search(guard.text)
+        if found is not None:
+            return EVALUATION if guard.holds == (found["evaluation"] is not None) else TRAINING
+    return None
+
+
+def _exclude(guards: Sequence[BranchGuard], others: Sequence[BranchGuard]) -> bool:
+    sides = {guard.text: guard.holds for guard in guards}
+    return any(sides.get(other.text, other.holds) != other.holds for other in others)
+
+
+def _is_branch_without_autocast(event: SourceEvent, inside: list[SourceEvent]) -> bool:
+    """Whether another branch is under autocast, and this one is for those who want none."""
+    others = [one for one in inside if one.context.autocasts]
+    if not others or event.context.autocasts:
         return False
-    eval_mode = ".eval()" in function.text
-    if _trains(loop.frame):  # targets are computed without gradients too: it is validation only after model.eval()
-        return event.context.no_grad and eval_mode
-    return event.context.no_grad or eval_mode or EVALUATES.search(function.name) is not None
+    same = [one for one in others if one.kind == "forward" and one.key == event.key]
+    return all(_exclude(event.context.guards, one.context.guards) for one in same)
 
 
-def _also_under_autocast(event: SourceEvent, others: list[SourceEvent]) -> bool:
-    """Return whether the same model also runs under autocast in the same iteration, not in another branch."""
-    sides = {guard.text: guard.holds for guard in event.context.guards}
-    same = [other for other in others if other.kind == "forward" and other.key == event.key]
-    return any(all(sides.get(guard.text, guard.holds) == guard.holds for guard in one.context.guards) for one in same)
+def _is_aside(function: FunctionOutline, loop: Loop | None) -> bool:
+    """Whether a function uses a model for something else than to evaluate it: to sample, to predict, to time it."""
+    name = function.name.lower()
+    if GENERATES.search(name) or EVALUATES.search(name):
+        return GENERATES.search(name) is not None
+    over = "" if loop is None or isinstance(loop.node, ast.While) else ast.unparse(loop.node.iter)
+    if EVALUATION_DATA.search(over) and not INFERS.search(name):
+        return False
+    return MEASURES.search(function.text.lower()) is None
 
 
-@functools.lru_cache(maxsize=64)  # called for every forward in a loop
-def _contents(loop: Loop) -> tuple[bool, list[SourceEvent]]:
-    """Return whether a loop contains a backward, and what in it is under autocast."""
-    events = events_in(loop.block)
-    return any(event.kind in BACKWARDS for event in events), [event for event in events if event.context.autocasts]
+def _is_test_case(frame: Frame, text: str) -> bool:
+    return frame.function.name.startswith("test_") and ("pytest" in text or "unittest" in text)
+
+
+def _casts(event: SourceEvent, frame: Frame) -> bool:
+    """Whether the function of an evaluation casts the model to half: ``model.half()``, ``net = net.bfloat16()``."""
+    func = event.node.func if isinstance(event.node, ast.Call) else event.node
+    names = {dotted_text(func), dotted_text(func.value) if isinstance(func, ast.Attribute) else None} - {None}
+    for home in event.frame.callers()[: event.frame.callers().index(frame) + 1]:
+        if home.function.parent is None or not HALF_CAST.search(home.function.text):
+            continue
+        for call in walk(home.function.node):
+            inner: ast.AST = call
+            is_cast = method_called(call) in ("half", "bfloat16") or (
+                method_called(call) == "to" and isinstance(call, ast.Call) and HALF_CAST.search(ast.unparse(call))
+            )
+            while isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
+                inner = inner.func.value
+            if is_cast and (dotted_text(inner) in names or home.key(inner) == event.key):  # type: ignore[arg-type]
+                return True
+    return False
+
+
+def _may_be_wrapped(event: SourceEvent, frame: Frame) -> bool:
+    """Whether a context manager whose code we cannot see, around the forward, may be autocast."""
+    node: ast.AST | None = event.node
+    for home in event.frame.callers():
+        while node is not None and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if isinstance(node, ast.With | ast.AsyncWith):
+                managers = [item.context_expr for item in node.items]
+                funcs = [manager.func if isinstance(manager, ast.Call) else manager for manager in managers]
+                names = [last_name(func) for func in funcs if not (home.qualified(func) or "").startswith("torch.")]
+                if any(MAY_AUTOCAST.search(name) for name in names):
+                    return True
+            node = home.outline.script.parents.get(node)
+        if home is frame:
+            break
+        node = home.call
+    return False
 
 
 def _trains(frame: Frame) -> bool:
