@@ -129,9 +129,9 @@ def largest_terms(inputs: list[Tensor], upper: Tensor, mask: Tensor | None, caus
 
 
 def run(backend: SDPBackend, inputs: list[Tensor], upper: Tensor, mask: Tensor | None, causal: bool) -> list[Tensor]:
-    leaves = [each.clone().requires_grad_() for each in inputs]
+    query, key, value = leaves = [each.clone().requires_grad_() for each in inputs]
     with sdpa_kernel(backend):
-        out = attention(*leaves, attn_mask=mask, is_causal=causal)
+        out = attention(query, key, value, attn_mask=mask, is_causal=causal)
     return [each.double() for each in (out.detach(), *torch.autograd.grad(out, leaves, upper))]
 
 
