@@ -66,6 +66,7 @@ RUN_BY: dict[str, tuple[str, ...]] = {
     "check_event": ("ampwise run",),  # one call of a running script
     "check_run": ("ampwise run",),  # all of a running script's calls
     "check_gradients": ("ampwise run",),
+    "check_learning": ("ampwise run",),
     "check_time": ("ampwise run",),
     "check_op": ("ampwise replay", "ampwise run", "ampwise.trace", "ampwise.Engine"),
     "check_float8": ("ampwise.Engine",),

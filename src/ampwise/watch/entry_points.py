@@ -5,6 +5,7 @@ Reports are made in the context ``_guard``: an error of ampwise must not reach t
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,8 +21,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
 
-from ampwise.trace.call_site import code_owner
+from ampwise.trace.call_site import calling_site, code_owner
+from ampwise.trace.replay import is_finite
 from ampwise.train.scaler.gradients import first_device
 from ampwise.watch.gradients import is_ours
 from ampwise.watch.inspection import PRECISIONS, mark_scaled, unwrapped
@@ -72,6 +75,22 @@ class EntryPoints:
                 self._wrap_scheduler(kind)
         self._follow(autocast, "__enter__", self.autocast_enter, skips=True)
         self._follow(torch, "save", self.save)
+        self._follow(Optimizer, "add_param_group", self.add_param_group)
+        watched_calls: tuple[tuple[Any, str, Function], ...] = (
+            (nn.Module, "eval", self.switch_to_eval),
+            (nn.Module, "load_state_dict", self.load_weights),
+            (nn.Module, "register_parameter", self.register_parameter),
+            (nn.Module, "to", self.convert),
+            (nn.Module, "half", self.convert),
+            (nn.Module, "bfloat16", self.convert),
+            (dataloader.DataLoader, "__iter__", self.loader_starts),
+            (dataloader._BaseDataLoaderIter, "__next__", self.next_batch),
+        )
+        for kind, name, watched in watched_calls:
+            self._follow(kind, name, watched, claims=False)
+        for name in ("nan_to_num", "nan_to_num_"):
+            patches.replace(torch, name, self._wrapped_replacement)
+            patches.replace(Tensor, name, self._wrapped_replacement)
         self._hooks = [
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
@@ -97,17 +116,23 @@ class EntryPoints:
             if issubclass(each, lr_scheduler.LRScheduler) and method is not None and not hasattr(method, "_ampwise"):
                 self._follow(each, "step", self.scheduler_step, skips=True, once="scheduler")
 
-    def _follow(self, owner: Any, name: str, watched: Function, *, skips: bool = False, once: str = "") -> None:
+    def _follow(
+        self, owner: Any, name: str, watched: Function, *, skips: bool = False, once: str = "", claims: bool = True
+    ) -> None:
         """Replace a function by one that calls ``watched(original, ...)`` if the call is followed."""
-        self._patches.replace(owner, name, lambda original: self._followed(original, watched, skips, once))
+        self._patches.replace(owner, name, lambda original: self._followed(original, watched, skips, once, claims))
 
-    def _followed(self, original: Function, watched: Function, skips: bool = False, once: str = "") -> Function:
+    def _followed(
+        self, original: Function, watched: Function, skips: bool = False, once: str = "", claims: bool = True
+    ) -> Function:
         """Return a function that calls ``watched`` if the call is followed, and the original otherwise.
 
         skips: it is not followed in skipped steps. once: a call within another of this name is not followed, as when a
-        method calls that of its base class; calls of two scalers are separate.
+        method calls that of its base class; calls of two scalers are separate. claims: a thread that makes this call
+        trains; otherwise it may just build a model.
         """
-        follows, skipper, running = self._follows, self._skipper, self._running
+        follows = self._follows if claims else self._follows.may_be_this
+        skipper, running = self._skipper, self._running
         hidden_from_warnings(watched)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -163,6 +188,7 @@ class EntryPoints:
         if isinstance(weights, tuple | list) and all(each is None for each in weights):  # as torch passes it
             weights = None
         with self._guard:
+            self._watch.learning.backward_begins(tensors, partly=kwargs.get("inputs") is not None or len(args) > 3)
             backward_pass = self._tracker.backward_begins(tensors, weights)
             if backward_pass is not None:
                 call = self._watch.backward_begins(sys._getframe(1), backward_pass.loss)
@@ -176,6 +202,7 @@ class EntryPoints:
         if backward_pass is not None:
             with self._guard:
                 self._tracker.backward_ended(backward_pass)
+                self._watch.learning.backward_ended()
                 self._watch.backward_ended(call, backward_pass.loss)
         return result
 
@@ -290,7 +317,13 @@ class EntryPoints:
         original(optimizer, *args, **kwargs)
         with self._guard:
             self._watch.follow_again()
-            self._watch.optimizer_made(optimizer)
+            self._watch.optimizer_made(optimizer, calling_site())
+
+    def add_param_group(self, original: Function, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(optimizer, *args, **kwargs)
+        with self._guard:
+            self._watch.learning.holds(optimizer.param_groups[-1]["params"])
+        return result
 
     def zero_grad(self, original: Function, thing: Any, *args: Any, **kwargs: Any) -> Any:
         with self._guard:
@@ -358,8 +391,11 @@ class EntryPoints:
         with self._guard:
             limit = next(iter([*args, *kwargs.values()]), None)
             number = float(limit) if isinstance(limit, int | float) else None
-            for optimizer, state in self._tracker.clipped(name, given, number):
+            owners = self._tracker.clipped(name, given, number)
+            for optimizer, state in owners:
                 self._watch.gradients_ready(optimizer, state, None)
+            if number != math.inf:
+                self._watch.loop.clipped(given, owners, number)
         try:
             return original(given, *args, **kwargs)
         except RuntimeError:  # error_if_nonfinite=True
@@ -375,12 +411,74 @@ class EntryPoints:
             original(scheduler, *args, **kwargs)
         finally:
             self._running.remove(("scheduler", 0))
+        with self._guard:
+            self._watch.loop.scheduler_made(scheduler)
 
     def scheduler_step(self, original: Function, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(scheduler, *args, **kwargs)  # this may step other schedulers
         with self._guard:
             self._watch.scheduler_moved(scheduler)
+            self._watch.loop.scheduler_moved(scheduler)
         return result
+
+    # Modes, data and replaced values
+
+    def switch_to_eval(self, original: Function, model: Any) -> Any:
+        result = original(model)
+        with self._guard:
+            self._watch.loop.switched_to_eval(model)
+            if code_owner(sys._getframe(2).f_code.co_filename) == "library":  # it has probably loaded the model
+                self._watch.learning.loaded(model)
+        return result
+
+    def load_weights(self, original: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(model, *args, **kwargs)
+        with self._guard:
+            self._watch.learning.loaded(model)
+        return result
+
+    def register_parameter(self, original: Function, module: Any, name: Any, parameter: Any) -> None:
+        before = vars(module).get("_parameters", {}).get(name)
+        original(module, name, parameter)
+        if parameter is not None:
+            with self._guard:
+                self._watch.ties.registered(module, name, before, parameter)
+
+    def convert(self, original: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(model, *args, **kwargs)
+        with self._guard:
+            self._watch.averages.converted(model)
+        return result
+
+    def loader_starts(self, original: Function, loader: Any) -> Any:
+        iterator = original(loader)
+        with self._guard:
+            self._watch.loop.loader_starts(loader, iterator)
+        return iterator
+
+    def next_batch(self, original: Function, iterator: Any) -> Any:
+        batch = original(iterator)
+        with self._guard:
+            self._watch.loop.batch_drawn(iterator)
+        return batch
+
+    def _wrapped_replacement(self, original: Function) -> Function:
+        """Return a function such as ``torch.nan_to_num`` that notes NaN in a loss or a gradient."""
+        follows = self._follows
+
+        def replace(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not isinstance(tensor, Tensor) or not tensor.is_cpu or not follows():
+                return original(tensor, *args, **kwargs)  # on a GPU looking at it would sync
+            with self._guard:
+                is_loss = tensor.numel() == 1 and tensor.requires_grad
+                if (is_loss or not tensor.requires_grad) and not is_finite(tensor.detach()):
+                    if is_loss or self._watch.loop.is_gradient(tensor):
+                        self._watch.loop.nan_replaced("loss" if is_loss else "gradient")
+                    if is_loss:
+                        self._read_by(sys._getframe(1), tensor)
+            return original(tensor, *args, **kwargs)
+
+        return replace
 
     def autocast_enter(self, original: Function, region: Any) -> Any:
         result = original(region)

@@ -15,8 +15,12 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 
+from ampwise.train.scaler.step_result import AsyncScalars
+
 __all__ = [
+    "ARITHMETIC",
     "HALVES",
+    "MOVING",
     "PRECISIONS",
     "LossOrigin",
     "WeakStates",
@@ -33,6 +37,7 @@ __all__ = [
     "is_capturing",
     "leaves_of",
     "mark_scaled",
+    "nonzero_in_gradients",
     "parameters_of",
     "precisions_of",
     "probe",
@@ -106,6 +111,15 @@ def probed_parameters(optimizer: Any) -> list[Any]:
 def probe(parameters: Iterable[Any]) -> list[Any]:
     """Return what changes when the parameters get gradients: for each, the identity and version of its gradient."""
     return [None if (grad := each.grad) is None else (id(grad), grad._version) for each in parameters]
+
+
+def nonzero_in_gradients(parameters: Sequence[Any]) -> AsyncScalars | None:
+    """Count nonzero values among a few of the parameters' gradients; None if there are none to look at."""
+    grads = [each.grad for each in parameters if each.grad is not None]
+    plain = [each for each in grads if each.layout == torch.strided and not hasattr(each, "placements")]
+    if not plain or is_capturing():
+        return None
+    return AsyncScalars(plain[0].detach()[..., :64].count_nonzero() if plain[0].dim() else plain[0].count_nonzero())
 
 
 def stage_of(scaler: Any, optimizer: Any) -> OptState | None:

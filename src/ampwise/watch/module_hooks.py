@@ -46,6 +46,7 @@ class _RecordedModel:
 
     name: str
     device: str
+    optimizer: int  # its index
     handles: list[Any] = field(default_factory=list)  # of its hooks
     on: bool = True
     training: int = 0  # training passes of the whole model that are running
@@ -75,6 +76,7 @@ class _Row:
     parameters: Named = field(default_factory=dict)
     autocast: dict[str | None, None] = field(default_factory=dict)
     calls: int = 0
+    with_gradients: bool = False  # gradients were enabled in some call
 
     def as_dict(self) -> dict[str, Any]:
         several = len(self.autocast) > 1
@@ -148,6 +150,10 @@ class DtypeFlow:
     def rows(self) -> list[dict[str, Any]]:
         return [row.as_dict() for row in self._rows]
 
+    def modules_of(self, index: int) -> dict[str, bool]:
+        """Return an optimizer's modules with parameters, as they ran, and whether gradients were enabled."""
+        return {row.name: row.with_gradients for row in self._rows if row.parameters and row.model.optimizer == index}
+
     def not_measured(self) -> list[str]:
         """Sentences on what was not recorded, and why."""
         if not self._done:
@@ -156,7 +162,7 @@ class DtypeFlow:
 
     def _record(self, index: int, model: nn.Module, models: Models, *, prefixed: bool) -> None:
         self._known[model] = None
-        recorded = _RecordedModel(type(model).__name__, device_and_precision(model)[0])
+        recorded = _RecordedModel(type(model).__name__, device_and_precision(model)[0], index)
         self._recorded[index].append(recorded)
         skipped: Counter[tuple[str, str]] = Counter()
 
@@ -201,6 +207,7 @@ class DtypeFlow:
             self._rows.append(row)
             row.device = next((each.device.type for each in (*own, *given)), model.device)
         row.calls += 1
+        row.with_gradients |= torch.is_grad_enabled()
         row.takes |= _names(given)
         row.parameters |= _names(own)
         row.autocast[autocast_precision(row.device)] = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
 from ampwise.train.low_bit.optimizers import keeps_small_updates
+from ampwise.train.scaler.step_result import AsyncScalars
 from ampwise.watch import run_events as events
 from ampwise.watch.inspection import (
     HALVES,
@@ -32,6 +34,7 @@ from ampwise.watch.inspection import (
     has_fsdp1,
     inner_model,
     leaves_of,
+    nonzero_in_gradients,
     parameters_of,
     precisions_of,
     probe,
@@ -44,6 +47,7 @@ from ampwise.watch.inspection import (
 
 __all__ = ["BackwardPass", "CallTracker", "FollowedThread", "TrackedOptimizer"]
 
+CHECKED_CLEARING = 32  # steps after which it is checked whether the script clears the gradients
 FEW_OPTIMIZERS = 8  # of more, only those whose parameters are in the graph are looked at
 
 
@@ -72,6 +76,10 @@ class FollowedThread:
                 return False
             self._thread, self._ident = current, current.ident
         return True
+
+    def may_be_this(self) -> bool:
+        """Return whether a call in this thread is followed, without choosing the thread by it."""
+        return not self._paused and (self._thread is None or self._ident == threading.get_ident())
 
     def stop(self) -> None:
         """Follow nothing any more: wrappers left in place only call the original."""
@@ -126,6 +134,14 @@ class TrackedOptimizer:
     stepped_by: Any = None  # the scaler that makes the next step, once its gradients are ready
     poisoned: bool = False  # the weights were updated with non-finite gradients
     unread: bool = False  # the gradients of the last step were not read
+    passes: int = 0  # backward passes that gave it gradients
+    zeroed: Counter[CallSite] = field(default_factory=Counter)  # calls of zero_grad that dropped unused gradients
+    used: list[Any] = field(default_factory=list)  # probe of the gradients after the last step
+    used_up: bool = False  # a step has used the gradients, and no later pass has added to them
+    left_over: AsyncScalars | None = None  # nonzero values among them, if they are there as the next pass begins
+    added_to: AsyncScalars | None = None  # the same, once a pass has added to them
+    kept: list[AsyncScalars] = field(default_factory=list)  # the same, for steps on such a sum
+    cleared: int = 0  # steps on gradients that were cleared or changed since the step before
     names: list[str] = field(default_factory=list)  # of its parameters
 
     @property
@@ -231,7 +247,8 @@ class CallTracker:
         if state not in states:
             states.append(state)
 
-    def _trained_by(self, model: nn.Module) -> list[TrackedOptimizer]:
+    def trained_by(self, model: nn.Module) -> list[TrackedOptimizer]:
+        """Return the optimizers of a model's parameters."""
         known = self._models.get(model)
         return [] if known is None else known[1]
 
@@ -239,7 +256,7 @@ class CallTracker:
         """Note that an enabled autocast region was entered."""
         if torch.is_grad_enabled():
             self._regions[precision] = None
-            for state in self._trained_by(self._running[0]) if self._running else ():  # entered by the model itself
+            for state in self.trained_by(self._running[0]) if self._running else ():  # entered by the model itself
                 state.precisions[precision] = None
 
     def model_begins(self, model: nn.Module) -> tuple[events.ForwardCall, list[TrackedOptimizer]] | None:
@@ -277,7 +294,7 @@ class CallTracker:
         )
         self.run_events.forwards[event] += 1
         self._tell(event, self._next_step())
-        return event, (states or self._trained_by(inner)) if training else []
+        return event, (states or self.trained_by(inner)) if training else []
 
     def model_ends(self, model: nn.Module) -> bool:
         """Note the end of a pass. Return whether it was the outermost."""
@@ -324,6 +341,9 @@ class CallTracker:
             self._probed += probed_parameters(optimizer)
             self._ranges.append((state, first, len(self._probed)))
         self._probes = probe(self._probed)
+        for state, first, end in self._ranges:
+            is_there = bool(state.used) and state.used == self._probes[first:end]
+            state.left_over = nonzero_in_gradients(self._probed[first:end]) if is_there else None
         # A copy, as the script may modify its loss.
         single = len(roots) == 1 and roots[0].numel() == 1
         plain = roots[0].detach().reshape(()).clone() if single else None
@@ -337,6 +357,12 @@ class CallTracker:
             if before[first:end] == after[first:end]:
                 continue
             step = max(step, state.steps + 1)
+            state.passes += 1
+            if state.used:
+                state.added_to = state.left_over
+            elif state.pending and state.left != before[first:end]:
+                state.added_to = None  # the script has changed them
+            state.used, state.left_over, state.used_up = [], None, False
             if not any(before[first:end]):  # the script set them to None
                 state.forget()
             if state.pending and state.unscaled_at is not None and scaled:
@@ -368,8 +394,10 @@ class CallTracker:
         for optimizer, state in _sharing(self.optimizers.pairs(), given):
             left = [each for each in parameters_of(optimizer) if each.grad is not None and id(each) not in given]
             if not left:
+                state.added_to = None
                 if state.pending and state.index not in self.stepping:
                     state.dropped_at, state.dropped_pass = calling_site(), state.pending[-1].event.site
+                    state.zeroed[state.dropped_at] += 1
                 state.forget()
 
     def clipped(self, function: str, parameters: Any, limit: float | None) -> list[tuple[Any, TrackedOptimizer]]:
@@ -430,9 +458,17 @@ class CallTracker:
             self.run_events.dropped[state.dropped_at] += 1
         state.bare = not by_scaler and bool(state.pending)
         state.by_scaler = by_scaler
-        given = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if state.pending and state.steps and state.cleared + len(state.kept) < CHECKED_CLEARING:
+            if state.added_to is not None:
+                state.kept.append(state.added_to)
+            else:
+                state.cleared += 1
+        state.added_to = None
+        given, probed = {id(each) for each in parameters_of(optimizer)}, probed_parameters(optimizer)
         for _, sharing in _sharing(self.optimizers.pairs(), given):  # itself, and e.g. its wrapper
             sharing.reset()
+        state.used_up = any(each.grad is not None for each in probed)
+        state.used = probe(probed) if state.used_up and state.cleared + len(state.kept) < CHECKED_CLEARING else []
         state.reset()
         state.steps += 1
         self.run_events.steps += 1
@@ -445,6 +481,7 @@ class CallTracker:
             known.at_step += 0 if state is None else steps.get(state.index, 0)
         for state in self.optimizers.states():
             state.reset()
+            state.used = []
             state.steps += steps.get(state.index, 0)
             state.unread |= state.index in steps and not state.poisoned  # the gradients of skipped steps were not read
         self.run_events.steps += sum(steps.values())

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterable, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType, FunctionType, TracebackType
 from typing import Any
@@ -36,7 +37,11 @@ from ampwise.watch.findings import Findings, is_cause, list_passed_checks, point
 from ampwise.watch.fix_diffs import add_diffs
 from ampwise.watch.gradient_health import BadStep, GradientHealth, suggested_settings
 from ampwise.watch.gradients import GradientReader, ReadStep, WeightComparison, copy_weights, is_ours, outcome_of
+from ampwise.watch.half_averages import HalfAverages
 from ampwise.watch.inspection import is_capturing, parameters_of, precisions_of, stage_of, unwrapped
+from ampwise.watch.learning import Learning
+from ampwise.watch.learning_watch import LearningWatch
+from ampwise.watch.loop_watch import LoopWatch
 from ampwise.watch.memory import OptimizerMemory
 from ampwise.watch.model_calls import ModelCall, ModelCalls
 from ampwise.watch.models import Hook, Models, names_of, outermost_running_module
@@ -44,7 +49,9 @@ from ampwise.watch.module_hooks import Activations, DtypeFlow
 from ampwise.watch.overhead import StepSkipper
 from ampwise.watch.patches import FORK_LISTENERS, Patches
 from ampwise.watch.run_events import OptimizerStep, RunEvent, ScalerStep, ScriptFailed
+from ampwise.watch.script_source import findings_in_script
 from ampwise.watch.step_replay import BadStepReplays, StepToReplay
+from ampwise.watch.tied_weights import TiedWeights
 from ampwise.watch.time_use import TimeUse
 from ampwise.watch.timing import NOTHING, RunTiming
 from ampwise.watch.tracker import CallTracker, TrackedOptimizer
@@ -58,6 +65,7 @@ FEW_OPTIMIZERS = 8  # up to this many are written as soon as they are known
 SEARCHED_PASSES = 2  # first passes of a model, in which a model that contains it is searched for
 ARMED_FOR = 3  # steps after a non-finite loss, in which activations are measured
 UPDATES_EVERY = 10  # steps between checks of whether BF16 weights change
+TIES_CHECKED_AT = (1, 8)  # steps of an optimizer
 PROFILED = (6, 200)  # steps to profile
 AROUND = 6  # lines of an excerpt before and after its line
 MOST_FAILURES = 20
@@ -104,6 +112,10 @@ class Watch:
         self._activations, self._flow = Activations(self._hook), DtypeFlow(self._hook)
         self._memory = OptimizerMemory()
         self._calls = ModelCalls()
+        self._learned = Learning()
+        self.learning = LearningWatch(self._learned, self._tracker)
+        self.loop = LoopWatch(self._learned, self._tracker)
+        self.ties, self.averages = TiedWeights(self._learned), HalfAverages(self._learned)
         paused = self._tracker.follows.paused
         self._bad_steps = BadStepReplays(
             self._calls, paused, self.failed, capsules=capsules, weights=weights, quiet=quiet
@@ -121,6 +133,7 @@ class Watch:
         self._described: dict[int, tuple[str, list[str]]] = {}  # by optimizer: its class, and its models' classes
         self._ran: set[tuple[int, int]] = set()  # (optimizer, step) that may have changed weights
         self._replayed: set[tuple[int, int]] = set()  # (optimizer, step) replayed before the step was made
+        self._started_processes = False  # by the script; these are not watched
         self._armed = 0  # steps in which activations are still measured
         self._bad_module: str | None = None
         self._compared: dict[int, WeightComparison] = {}
@@ -143,6 +156,7 @@ class Watch:
         if self._patches is None:
             patches = self._patches = Patches()
             self._models = Models(patches, self, self._skipper)
+            patches.wrap(BaseProcess, "start", self._process_starts)
             self._entry_points = EntryPoints(patches, self._tracker, self, self._skipper)
             if self._with_timing:
                 self._timing = RunTiming(patches, profile_at=[step for step in PROFILED if step > self.steps])
@@ -234,9 +248,14 @@ class Watch:
             if any(forward.precision == "bf16" and forward.device == "cuda" for forward in events.forwards):
                 device = read_device(torch, 0)
                 events.bf16_emulated_on = device.name if device.bf16_native is False else None
-            for evidence in (events, *self.healths.values(), self.time_use):
+            self.learning.settle(wait=True)
+            self._learned.ended = status == "finished"
+            for evidence in (events, *self.healths.values(), self._learned_so_far(), self.time_use):
                 if evidence is not None:
                     self.findings.judge_whole(evidence)
+            if not self.steps and self._started_processes:
+                for finding in findings_in_script():
+                    self.findings.add(finding)
             add_diffs(self.seen(), self._folder, self._began)
         except Exception as problem:
             self.failed(problem)
@@ -267,6 +286,7 @@ class Watch:
         begun = self._tracker.model_begins(model)
         if begun is None:
             return
+        self.loop.model_begins(model, args, self._tracker.trained_by(model))
         event, states = begun
         passes = self._searched.get(model, 0)
         if states and passes < SEARCHED_PASSES:  # find a model around it whose ``parameters()`` was never called
@@ -281,6 +301,7 @@ class Watch:
     def model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
         if self._tracker.model_ends(model):
             self._calls.ends(output)
+            self.loop.model_ends(model)
 
     def backward_begins(self, frame: FrameType | None, loss: Tensor | None) -> ModelCall | None:
         """Keep the code of a loss with the last call of a model that it comes from. Return that call."""
@@ -329,6 +350,10 @@ class Watch:
                 self._explain(StepToReplay(state.steps + 1, value, scale, (unwrapped(optimizer),)))
             return
 
+    def _process_starts(self, original: Any, process: Any) -> Any:
+        self._started_processes = True
+        return original(process)
+
     def before_compile(self) -> None:
         """Stop skipping steps before something is compiled, as changing hooks would recompile it."""
         self._skipper.allowed = False
@@ -370,8 +395,11 @@ class Watch:
 
     # Calls from the entry points
 
-    def optimizer_made(self, optimizer: Any) -> None:
-        self._watch_models_of(optimizer, self._tracker.state_of(optimizer))
+    def optimizer_made(self, optimizer: Any, site: CallSite | None = None) -> None:
+        state = self._tracker.state_of(optimizer)
+        self.learning.use_of(state, site)
+        self.learning.holds(parameters_of(optimizer))
+        self._watch_models_of(optimizer, state)
         self._models.forget_found()  # models may change before the first step
 
     def _watch_models_of(self, optimizer: Any, state: TrackedOptimizer) -> list[nn.Module]:
@@ -407,6 +435,9 @@ class Watch:
             with self._paused():
                 self._look_before_update(optimizer, state, scaler)
             self._calls.updates[state.index] += 1
+            with self._paused():
+                self._names_of(optimizer, state)
+                self.learning.step_begins(optimizer, state)
         if state.steps % UPDATES_EVERY == 0:
             compared = copy_weights(optimizer, self._names_of(optimizer, state))
             if compared is not None:
@@ -418,6 +449,11 @@ class Watch:
             self._not_measured["Steps in a CUDA graph: replays are not visible to the host."] = None
             return
         with self._paused():
+            self.learning.step_over(state, ran=ran)
+            if state.steps in TIES_CHECKED_AT:
+                self.ties.check(self._names_of(optimizer, state), parameters_of(optimizer))
+            self.averages.step_over(self.steps + 1, self.learning.is_held)
+            self.loop.step_over(state)
             self._process_step(optimizer, state, scaler, ran=ran)
         if self._timing is not None and threading.current_thread() is threading.main_thread():
             self._timing.step_ended(self.steps)
@@ -463,8 +499,8 @@ class Watch:
         self.steps += 1
         if self.steps >= self._judge_at:
             self._judge_at = int(self.steps * JUDGED_AGAIN) + 1
-            for health in self.healths.values():
-                self.findings.judge_whole(health)
+            for evidence in (*self.healths.values(), self._learned_so_far()):
+                self.findings.judge_whole(evidence)
         self._write_progress()
         try:
             self._measure_models(optimizer, state, ran=ran)
@@ -608,6 +644,12 @@ class Watch:
         self.events.append(event)
         if self._record is not None:
             self._record.event(event)
+
+    def _learned_so_far(self) -> Learning:
+        self._learned.steps = self._tracker.steps
+        self.learning.update(self._flow.modules_of)
+        self.loop.update()
+        return self._learned
 
     def _write_progress(self) -> None:
         """Write findings, and precision and optimizers as soon as they are known, for readers of a running script."""

@@ -12,6 +12,7 @@ from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import Loop, Region, SourceEvent, SourceFile
+    from ampwise.watch.learning import Learning
 
 RULE = Rule(
     code="AMP208",
@@ -40,6 +41,7 @@ CLEARS = LazyPattern(
     r"(reset|clear)_?grads?\b|zero_grad\w|zero_grad\s*=|set_to_none|\.zero_\(|\.grad\s*=(?!=)|grad\.data\s*=|"
     r"del .*\.grad"
 )
+KEPT = 10  # steps whose gradients were never cleared
 MODE = LazyPattern(r"amp\b|scaler|fp16|half|mixed|precision", re.IGNORECASE)
 KNOWN = LazyPattern(
     r"(^|\.)(Adam\w*|SGD\w*|RAdam|Ranger\w*|Lookahead|LAMB|Lamb|LARS|Lion|Adafactor|AdaBelief|NovoGrad)$"
@@ -67,6 +69,17 @@ def check_source(code: SourceFile) -> Findings:
             if step.context.loops[-1] is loop and _is_plain_optimizer(step) and not _is_made_in(loop, step):
                 yield RULE.at(step.place, "no gradient is ever cleared in this loop: each step applies the sum so far")
                 break
+
+
+def check_learning(facts: Learning) -> Findings:
+    for use in facts.optimizers:
+        if use.kept >= KEPT and not use.cleared and not use.closures:
+            yield RULE.at(
+                use.backward_site.place,
+                f"in all {use.kept} steps that were looked at, this pass added to the gradients that the step before "
+                "had used: they are never cleared, and each step applies the sum since the start",
+                evidence={"times": use.kept},
+            )
 
 
 def _in_another_mode(clear: SourceEvent, step: SourceEvent) -> bool:

@@ -62,7 +62,7 @@ def check_source(code: SourceFile) -> Findings:
         wrappers.add(found)
         if found == DDP and call.args:
             statement, inner = code.script.statement(call), dotted_text(call.args[0])
-            if isinstance(statement, ast.Assign) and dotted_text(statement.targets[0]) != inner:
+            if inner is not None and isinstance(statement, ast.Assign) and dotted_text(statement.targets[0]) != inner:
                 renamed[function, inner] = statement
     for function, own in calls.items():
         frame = frames[function]

@@ -13,6 +13,7 @@ from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import Frame, SourceFile
+    from ampwise.watch.learning import Learning
 
 RULE = Rule(
     code="AMP408",
@@ -41,6 +42,7 @@ UPDATES = LazyPattern(
 ASIDE = LazyPattern(r"eval|test|valid|infer|predict|export|save|convert|generat|sampl|bench|onnx|visual")
 CASTS = {"half": FP16, "bfloat16": BF16}
 NAMES = {FP16: "FP16", BF16: "BF16"}
+MOVED = 0.5  # of the values, by all updates between two looks: an average in FP32 changes nearly all
 
 
 def check_source(code: SourceFile) -> Findings:
@@ -61,6 +63,19 @@ def check_source(code: SourceFile) -> Findings:
         if average is not None and not is_copy:
             place = code.script.place(cast)
             yield RULE.at(place, f"`{average}` is kept in {NAMES[dtype]}, which drops most updates of an average")
+
+
+def check_learning(facts: Learning) -> Findings:
+    learns = any(use.compared > use.unchanged for use in facts.optimizers)
+    for average in facts.averages:
+        if learns and average.moved < MOVED * average.values:
+            yield RULE.at(
+                average.site.place,
+                f"this {average.model} in {average.precision.upper()} was updated in place {average.updates} times "
+                f"while another model was trained, and {1 - average.moved / average.values:.0%} of its values have "
+                "not changed: the updates are rounded away",
+                evidence={"times": average.updates, "values": average.values, "moved": average.moved},
+            )
 
 
 def _cast_to_half(node: ast.expr, frame: Frame) -> tuple[ast.Call | None, str | None, ast.expr]:

@@ -1,0 +1,1 @@
+"""Learning: parameters that no step changes, or changes wrongly."""

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Findings, Place, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.watch.gradient_health import GradientHealth
+
+RULE = Rule(
+    code="AMP626",
+    name="zero-gradients",
+    severity=Severity.ERROR,
+    summary="Every gradient is exactly zero at every sampled step.",
+    why=(
+        "No weight learns. The loss does not depend on the parameters any more (a factor of zero, an output that is "
+        "clamped or rounded, `argmax`), all units are off, or the gradients underflow. With momentum or weight decay "
+        "the weights still change, which hides it."
+    ),
+    fix=(
+        "Look at the last operations before the loss: `clamp`, `round`, `sign`, a mask, a factor of zero, a dead "
+        "activation."
+    ),
+    bad="loss = criterion(model(x).clamp(max=0.0), y)",
+    good="loss = criterion(model(x), y)",
+    consequence_of=(
+        "AMP625",
+        "AMP638",
+    ),
+)
+
+SAMPLES = 4
+STEPS = 10
+
+
+def check_gradients(health: GradientHealth) -> Findings:
+    values = sum(health.values.values())
+    if health.samples >= SAMPLES and health.steps >= STEPS and values and values == sum(health.zeros.values()):
+        yield RULE.at(
+            Place(step=health.recent[0].last),
+            f"all {len(health.values)} gradients are exactly zero in all {health.samples} samples of {health.steps} "
+            "steps",
+            evidence={"samples": health.samples, "values": values},
+        )

@@ -1,0 +1,1 @@
+"""Loop: modes, schedules, data and calls around the step."""

@@ -1,0 +1,218 @@
+"""Facts about whether a run learns: what its steps used and changed, and the modes, schedules and data around them.
+
+The rules of ``amp62x_learning`` and ``amp63x_loop`` examine them. Counts are of followed steps; ``sampled`` and
+``compared`` say of how many of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ampwise.finding.call_site import CallSite
+
+__all__ = [
+    "CountedCalls",
+    "DilutedMean",
+    "HalfAverage",
+    "Learning",
+    "LoaderUse",
+    "ModelModes",
+    "OptimizerUse",
+    "OutsideParameters",
+    "ScheduleUse",
+    "SharedMemory",
+    "SharedSteps",
+    "UntiedWeights",
+]
+
+
+@dataclass(slots=True, kw_only=True)
+class OptimizerUse:
+    """What the steps of one optimizer used and changed."""
+
+    index: int
+    name: str  # its class
+    made_at: CallSite
+    steps: int = 0  # also those that were not followed
+    followed: int = 0  # without those with a closure
+    closures: int = 0  # steps with a closure
+    step_site: CallSite = field(default_factory=CallSite)
+    backwards: int = 0  # passes that gave it gradients
+    backward_site: CallSite = field(default_factory=CallSite)
+    zeroed: Counter[CallSite] = field(default_factory=Counter)  # calls of zero_grad that dropped unused gradients
+    by_hand: bool = False  # it makes no steps, and the script changes its parameters itself
+    # Gradients
+    empty: int = 0  # steps without any gradient
+    empty_at_last: int = 0  # in a row, up to now
+    emptied: Counter[CallSite] = field(default_factory=Counter)  # of these: the zero_grad that had dropped them
+    kept: int = 0  # steps whose gradients were still there, unchanged, when the next backward pass added to them
+    cleared: int = 0  # steps whose gradients were not
+    parameters: int = 0
+    shapes: list[tuple[int, ...]] = field(default_factory=list)  # of the parameters that require gradients
+    sampled: int = 0
+    ungraded: list[str] = field(default_factory=list)  # trainable, and without a gradient in all samples
+    replaced: int = 0  # of these, parameters that no living module has
+    cut_off: tuple[str, ...] = ()  # names of the first modules that ran, if all of their parameters are ungraded
+    # Weights
+    precisions: tuple[str, ...] = ()  # of the parameters
+    compared: int = 0  # steps with a gradient before and after which some weights were compared
+    tried: int = 0  # weights with a gradient that were compared
+    unchanged: int = 0  # compared steps that changed none of these
+    largest_change: float = 0.0  # by a step, relative to the weights
+    # Learning rate: the largest of all groups
+    lr: float | None = None
+    peak_lr: float = 0.0
+    low_since: int | None = None  # the step since which it is zero, or next to nothing of the highest
+
+    @property
+    def trainable(self) -> int:
+        """Number of parameters that require gradients."""
+        return len(self.shapes)
+
+
+@dataclass(slots=True, kw_only=True)
+class OutsideParameters:
+    """Parameters of one model that got gradients, never changed, and that no optimizer had at any time."""
+
+    model: str  # its class; empty for parameters in no module
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    samples: int  # backward passes that gave them gradients
+    first_step: int
+    last_step: int
+    held: int  # other parameters of the model that an optimizer has
+    fixed: bool  # loaded, or in evaluation mode: perhaps not meant to be trained
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelModes:
+    """In which mode a trained model ran."""
+
+    model: str
+    parts: list[str] = field(default_factory=list)  # classes of modules that act otherwise in evaluation mode
+    trained: int = 0  # steps with a pass in training mode
+    in_eval: int = 0  # steps since the last of these, all of whose passes were in evaluation mode
+    first_in_eval: int = 0  # the first of them
+    eval_site: CallSite | None = None  # the call of ``eval()`` before it
+    evaluated: int = 0  # passes without gradients in evaluation mode
+    mistaken: int = 0  # passes without gradients in training mode, several in a row on different inputs
+    mistaken_step: int = 0  # the step after which the first of them ran
+    mistaken_site: CallSite = field(default_factory=CallSite)
+
+
+@dataclass(slots=True, kw_only=True)
+class ScheduleUse:
+    """A learning rate scheduler."""
+
+    name: str
+    made_at: CallSite
+    optimizer: int  # index; -1 if unknown
+    began: int = 0  # steps of the optimizer before
+    steps: int = 0  # steps of the optimizer since
+    moves: int = 0
+    step_site: CallSite = field(default_factory=CallSite)
+    position: int = 0  # its ``last_epoch``
+    period: int | None = None  # moves after which a cosine turns
+    inner: bool = False  # part of another scheduler
+
+
+@dataclass(slots=True, kw_only=True)
+class LoaderUse:
+    """A DataLoader that is iterated over with gradients enabled."""
+
+    site: CallSite  # the first iteration
+    batches: int  # in a pass; 0: unknown
+    in_order: bool  # not shuffled
+    distributed: bool  # shuffled by a DistributedSampler, for several ranks
+    passes: int = 0
+    first_only: int = 0  # passes that ended after the first batch
+    drawn: int = 0
+    epochs: set[int] = field(default_factory=set)  # of the DistributedSampler
+
+
+@dataclass(slots=True, kw_only=True)
+class SharedSteps:
+    """Steps of two optimizers in a row that used the same gradients of shared parameters."""
+
+    pair: tuple[int, int]
+    first: str  # its class
+    second: str
+    first_site: CallSite
+    site: CallSite  # the second step
+    parameters: list[str]
+    times: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class SharedMemory:
+    """Two parameters of an optimizer that have the same memory."""
+
+    first: str
+    second: str
+    optimizer: str
+    made_at: CallSite
+
+
+@dataclass(slots=True, kw_only=True)
+class UntiedWeights:
+    """Two parameters that are trained, and were one until a line assigned a new one."""
+
+    first: str
+    second: str
+    site: CallSite
+
+
+@dataclass(slots=True, kw_only=True)
+class HalfAverage:
+    """A 16-bit copy of a model that the script updates in place, and that is in no optimizer."""
+
+    model: str  # its class
+    precision: str
+    site: CallSite  # where it was converted
+    updates: int  # of each parameter between two looks
+    values: int  # that were compared
+    moved: int  # of these, how many the updates have changed
+
+
+@dataclass(slots=True, kw_only=True)
+class DilutedMean:
+    """Mean losses that count ignored positions."""
+
+    step: int
+    positions: int
+    ignored: int
+    times: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class CountedCalls:
+    """Calls at one line."""
+
+    step: int  # the first one
+    times: int = 0
+    what: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Learning:
+    """The facts of a run, so far or, if it has ended, of all of it."""
+
+    ended: bool = False
+    steps: int = 0
+    optimizers: list[OptimizerUse] = field(default_factory=list)
+    outside: list[OutsideParameters] = field(default_factory=list)
+    models: list[ModelModes] = field(default_factory=list)
+    schedules: list[ScheduleUse] = field(default_factory=list)
+    loaders: list[LoaderUse] = field(default_factory=list)
+    shared: list[SharedSteps] = field(default_factory=list)
+    same_memory: list[SharedMemory] = field(default_factory=list)
+    untied: list[UntiedWeights] = field(default_factory=list)
+    averages: list[HalfAverage] = field(default_factory=list)
+    diluted: dict[CallSite, DilutedMean] = field(default_factory=dict)
+    leaf_losses: dict[CallSite, CountedCalls] = field(default_factory=dict)  # backward passes of losses without a graph
+    idle_clips: dict[CallSite, CountedCalls] = field(default_factory=dict)  # clips of nothing
+    useful_clips: Counter[CallSite] = field(default_factory=Counter)
+    clip_limits: dict[int, tuple[CallSite, float | None]] = field(default_factory=dict)  # the last, by optimizer
+    nan_replaced: dict[CallSite, CountedCalls] = field(default_factory=dict)  # in losses and gradients
+    always_dropped: dict[CallSite, CountedCalls] = field(default_factory=dict)  # functional dropout in evaluation

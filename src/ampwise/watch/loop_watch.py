@@ -1,0 +1,257 @@
+"""Observe the training loop around the steps: modes of models, schedulers, data loaders, and calls without effect."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import SequentialSampler
+
+from ampwise.finding.call_site import CallSite
+from ampwise.trace.call_site import calling_site
+from ampwise.watch.always_dropped import functional_dropout, random_position
+from ampwise.watch.inspection import inner_model, parameters_of, tensors_in, unwrapped
+from ampwise.watch.learning import CountedCalls, Learning, LoaderUse, ModelModes, ScheduleUse
+from ampwise.watch.tracker import CallTracker, TrackedOptimizer
+
+__all__ = ["LoopWatch"]
+
+LOOKED_AT = 3  # passes in evaluation mode in which random numbers are looked for
+IN_A_ROW = 3  # passes without gradients, on different inputs: an evaluation
+RANDOM_PARTS = ("Dropout", "DropPath", "StochasticDepth", "DropConnect", "DropBlock")
+
+
+@dataclass(slots=True)
+class _Modes:
+    """A model's modes since the last step of its optimizers."""
+
+    ref: weakref.ref[nn.Module]
+    facts: ModelModes
+    trains: list[TrackedOptimizer]
+    since_step: set[bool] = field(default_factory=set)
+    in_a_row: int = 0  # passes without gradients in training mode
+    inputs: set[tuple[float, ...]] = field(default_factory=set)  # values of the inputs of these
+
+
+@dataclass(slots=True)
+class _Schedule:
+    facts: ScheduleUse
+    ref: weakref.ref[Any]
+    unmoved: Any  # the scheduler, until it moves for the first time: a script may delete it before the end
+
+
+@dataclass(slots=True)
+class _Loader:
+    facts: LoaderUse
+    drawn: int = 0  # of the current pass
+
+
+class LoopWatch:
+    """Observe modes, schedulers and loaders."""
+
+    def __init__(self, facts: Learning, tracker: CallTracker) -> None:
+        self._facts, self._tracker = facts, tracker
+        self._modes: dict[int, _Modes] = {}  # by id of the model
+        self._evals: dict[int, tuple[weakref.ref[nn.Module], CallSite]] = {}
+        self._random: tuple[nn.Module, Any] | None = None  # at the start of a pass in evaluation mode
+        self._schedules: dict[int, _Schedule] = {}  # by id
+        self._loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+        self._iterators: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+
+    # Modes
+
+    def switched_to_eval(self, model: nn.Module) -> None:
+        self._evals[id(model)] = (weakref.ref(model), calling_site())
+
+    def model_begins(self, model: nn.Module, args: Any, trains: list[TrackedOptimizer]) -> None:
+        """Note the mode of an outermost pass. trains: the optimizers of the model."""
+        if not trains:
+            return
+        known = self._modes.get(id(model))
+        if known is None or known.ref() is not model:
+            facts = ModelModes(model=type(inner_model(model)).__name__)
+            known = self._modes[id(model)] = _Modes(weakref.ref(model), facts, trains)
+            self._facts.models.append(facts)
+        known.trains = trains
+        if torch.is_grad_enabled():
+            known.since_step.add(model.training)
+            known.in_a_row, known.inputs = 0, set()
+        elif not model.training:
+            known.facts.evaluated += 1
+            if known.facts.evaluated <= LOOKED_AT:
+                self._random = (model, random_position())
+        elif any(state.steps for state in trains):
+            known.in_a_row += 1
+            known.inputs.add(tuple([value for each in tensors_in(args) for value in _first_values(each)]))
+            if known.in_a_row >= IN_A_ROW and len(known.inputs) >= IN_A_ROW:
+                facts = known.facts
+                if not facts.mistaken:
+                    facts.parts = parts_with_modes(model)
+                    facts.mistaken_site, facts.mistaken_step = calling_site(), self._tracker.steps
+                facts.mistaken += 1
+
+    def model_ends(self, model: nn.Module) -> None:
+        before, self._random = self._random, None
+        if before is not None and before[0] is model and random_position() != before[1]:
+            for site, name in functional_dropout(model):
+                self._facts.always_dropped.setdefault(
+                    site, CountedCalls(step=self._tracker.steps, what=name)
+                ).times += 1
+
+    def step_over(self, state: TrackedOptimizer) -> None:
+        for known in self._modes.values():
+            if not known.since_step or state not in known.trains:
+                continue
+            facts, known.in_a_row = known.facts, 0
+            if True in known.since_step:
+                facts.trained, facts.in_eval = facts.trained + 1, 0
+            else:
+                model = known.ref()
+                if not facts.in_eval:
+                    facts.first_in_eval = state.steps + 1
+                    facts.eval_site = None if model is None else self._eval_site(model)
+                    facts.parts = [] if model is None else parts_with_modes(model)
+                facts.in_eval += 1
+            known.since_step = set()
+
+    def _eval_site(self, model: nn.Module) -> CallSite | None:
+        """Return the last call of ``eval()`` of the model or of one that contains it."""
+        found = None
+        for ref, site in self._evals.values():
+            switched = ref()
+            if switched is model or (switched is not None and any(each is model for each in switched.modules())):
+                found = site
+        return found
+
+    # Schedulers
+
+    def scheduler_made(self, scheduler: Any) -> None:
+        optimizer = getattr(scheduler, "optimizer", None)
+        state = None if optimizer is None else self._tracker.optimizers.get(unwrapped(optimizer))
+        facts = ScheduleUse(
+            name=type(scheduler).__name__,
+            made_at=calling_site(),
+            optimizer=-1 if state is None else state.index,
+            began=0 if state is None else state.steps,
+            period=getattr(scheduler, "T_max", None),
+        )
+        self._schedules[id(scheduler)] = _Schedule(facts, weakref.ref(scheduler), scheduler)
+        self._facts.schedules.append(facts)
+        for inner in getattr(scheduler, "_schedulers", ()):
+            if id(inner) in self._schedules:
+                self._schedules[id(inner)].facts.inner = True
+
+    def scheduler_moved(self, scheduler: Any) -> None:
+        known, position = self._schedules.get(id(scheduler)), scheduler.last_epoch
+        if known is not None and known.ref() is scheduler:
+            known.unmoved = None
+            facts = known.facts
+            if not facts.moves:
+                facts.step_site = calling_site()
+            facts.moves += 1
+            facts.position = position
+
+    # Data
+
+    def loader_starts(self, loader: Any, iterator: Any) -> None:
+        """Note a pass over a loader. Those of evaluation, without gradients, do not count."""
+        if not torch.is_grad_enabled():
+            return
+        known = self._loaders.get(loader)
+        if known is None:
+            try:
+                batches = len(loader)
+            except TypeError:  # of an iterable dataset
+                batches = 0
+            # A batch sampler that is given replaces the sampler.
+            sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
+            facts = LoaderUse(
+                site=calling_site(),
+                batches=batches,
+                in_order=isinstance(sampler, SequentialSampler),
+                distributed=isinstance(sampler, DistributedSampler) and sampler.shuffle and sampler.num_replicas > 1,
+            )
+            known = self._loaders[loader] = _Loader(facts)
+            self._facts.loaders.append(facts)
+        elif known.drawn == 1:
+            known.facts.first_only += 1
+        facts, known.drawn = known.facts, 0
+        facts.passes += 1
+        if facts.distributed:
+            facts.epochs.add(loader.sampler.epoch)
+        self._iterators[iterator] = known
+
+    def batch_drawn(self, iterator: Any) -> None:
+        known = self._iterators.get(iterator)
+        if known is not None:
+            known.drawn += 1
+            known.facts.drawn += 1
+
+    # Calls without effect
+
+    def clipped(self, parameters: list[Any], owners: list[tuple[Any, TrackedOptimizer]], limit: float | None) -> None:
+        """Note a clip, and whether there was nothing to clip: no parameters, or gradients that a step has used."""
+        site, why = calling_site(), ""
+        if not parameters:
+            why = "no parameters"
+        elif not any(each.grad is not None for each in parameters):
+            why = "no gradients"
+        elif owners and all(not state.pending and state.used_up for _, state in owners):
+            why = "used gradients"
+        if why:
+            calls = self._facts.idle_clips.setdefault(site, CountedCalls(step=self._tracker.steps + 1, what=why))
+            calls.times += 1
+        else:
+            self._facts.useful_clips[site] += 1
+            for _, state in owners:
+                self._facts.clip_limits[state.index] = (site, limit)
+
+    def nan_replaced(self, what: str) -> None:
+        """Note that a call replaces NaN or infinities of a loss or a gradient."""
+        calls = self._facts.nan_replaced.setdefault(
+            calling_site(), CountedCalls(step=self._tracker.steps + 1, what=what)
+        )
+        calls.times += 1
+
+    def is_gradient(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the gradient of a parameter of an optimizer, or is being computed as one."""
+        if torch._C._current_autograd_node() is not None:
+            return True
+        return any(each.grad is tensor for one, _ in self._tracker.optimizers.pairs() for each in parameters_of(one))
+
+    def update(self) -> None:
+        """Bring the facts up to date."""
+        for known in self._schedules.values():
+            scheduler, facts = known.unmoved or known.ref(), known.facts
+            if scheduler is not None:
+                facts.moves = max(facts.moves, getattr(scheduler, "_step_count", 1) - 1)
+                facts.position = getattr(scheduler, "last_epoch", facts.position)
+            state = next((each for each in self._tracker.optimizers.states() if each.index == facts.optimizer), None)
+            facts.steps = 0 if state is None else state.steps - facts.began
+
+
+def _first_values(tensor: Tensor) -> list[float]:
+    """Return what tells inputs apart: some values on the CPU; elsewhere reading them would sync."""
+    if not tensor.is_cpu or tensor.layout != torch.strided:
+        return [tensor.data_ptr(), tensor._version] if tensor.is_cuda and not tensor.is_inference() else []
+    values: list[float] = tensor.detach().reshape(-1)[:8].tolist()
+    return values
+
+
+def parts_with_modes(model: nn.Module) -> list[str]:
+    """Return the classes of a model's modules that act otherwise in evaluation mode."""
+    found: dict[str, None] = {}
+    for module in model.modules():
+        name, rate = type(module).__name__, None
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+            rate = module.dropout
+        elif name.startswith(RANDOM_PARTS):
+            rate = getattr(module, "p", getattr(module, "drop_prob", None))
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+        if is_norm or (isinstance(rate, int | float) and rate > 0):
+            found[name] = None
+    return list(found)
