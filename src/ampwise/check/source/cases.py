@@ -28,6 +28,7 @@ JUMPS = (ast.Continue, ast.Break, ast.Return, ast.Raise)
 NESTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 SAME_TEXT = frozenset(("lower", "upper", "strip", "casefold"))
 FALSE = frozenset((False, None, ""))
+HALF_AND_FULL = frozenset(("float16", "bfloat16", "float32"))  # what `getattr(torch, name)` is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +392,7 @@ def _looked_up(
 ) -> Iterator[Case]:
     """Yield the cases of ``{"bf16": torch.bfloat16}[key]``; of another holder, an option named after its key."""
     for held in cases_of(frame, holder):
-        table = held.value.node if isinstance(held.value, Made) else None
+        table = as_display(held.value.node) if isinstance(held.value, Made) else None
         home = held.value.frame if isinstance(held.value, Made) else frame
         if isinstance(table, ast.Dict):
             yield from _where(_entries(frame, key, table, home, default), [held.given])
@@ -400,6 +401,15 @@ def _looked_up(
                 yield from _where(cases_of(home, table.elts[key.value]), [held.given])
         else:
             yield Case(Option(f"{_name_of(frame, holder)}[{ast.unparse(key)}]"), held.given)
+
+
+def as_display(node: ast.expr) -> ast.expr:
+    """Return ``{"a": 1}`` for ``dict(a=1)``."""
+    if not isinstance(node, ast.Call) or dotted_text(node.func) != "dict" or node.args:
+        return node
+    if not all(word.arg for word in node.keywords):
+        return node
+    return ast.Dict([ast.Constant(word.arg) for word in node.keywords], [word.value for word in node.keywords])
 
 
 def _entries(frame: Frame, key: ast.expr, table: ast.Dict, home: Frame, default: ast.expr | None) -> Iterator[Case]:
@@ -483,14 +493,12 @@ def _cases_of_getattr(frame: Frame, node: ast.Call) -> Iterator[Case]:
                 yield Case(Known(Dtype(dtype)) if dtype else Option(ast.unparse(node)), case.given)
             elif isinstance(case.value, Option):
                 option = case.value.name
-                choices = choices_of(frame.outline).get(option.rpartition(".")[2], frozenset())
+                choices = choices_of(frame.outline).get(option.rpartition(".")[2], HALF_AND_FULL)
                 for choice in sorted(choices):
                     given = joined(case.given, {option: Limit(frozenset([choice]))})
                     dtype = DTYPES.get(f"torch.{choice}")
                     if given is not None and dtype is not None:
                         yield Case(Known(Dtype(dtype)), given)
-                if not choices:
-                    yield Case(Option(ast.unparse(node)), case.given)
             else:
                 yield Case(Option(ast.unparse(node)), case.given)
     elif isinstance(key, ast.Constant) and isinstance(key.value, str) and isinstance(holder, ast.Name | ast.Attribute):

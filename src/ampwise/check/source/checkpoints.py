@@ -30,7 +30,7 @@ from ampwise.check.source.walk import CodeTrace
 
 # Functions that write what they get; others are known by their names.
 WRITERS = LazyPattern(
-    r"^(torch\.save|torch\.distributed\.checkpoint\.\w*save\w*|torch_xla\..*\.save|pickle\.dump|joblib\.dump|"
+    r"^(torch\.save|torch\.distributed\.checkpoint\.\w*save\w*|pickle\.dump|joblib\.dump|"
     r"cloudpickle\.dump|dill\.dump|safetensors\.torch\.save_file)$"
 )
 SAVES = LazyPattern(
@@ -194,7 +194,10 @@ def _saved_arguments(call: ast.Call, frame: Frame) -> list[ast.expr] | None:
         func, given, name = saver, [part for part in given if part is not saver], name_of(saver)
     if not _may_save(name) or _is_dead(call, frame):
         return None
-    if WRITERS.search(frame.qualified(func) or ""):
+    qualified = frame.qualified(func) or ""
+    if qualified.startswith("torch_xla"):
+        return None  # TPUs train in BF16, without a scaler
+    if WRITERS.search(qualified):
         return given
     is_visible = frame.callee(call) is not None if func is call.func else frame.definition(func) is not None
     if is_visible or SAVES_OTHER.search(name) or isinstance(frame.definition(func), ClassOutline):

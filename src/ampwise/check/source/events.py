@@ -43,6 +43,7 @@ class BranchGuard:
     holds: bool
     boundary: str | None = None  # for `(i + 1) % n == 0`: the text of n
     test: ast.expr | None = field(default=None, compare=False)  # not compared: equivalent tests are equal
+    frame: Frame | None = field(default=None, compare=False)  # of the test
 
 
 @dataclass(slots=True, eq=False)

@@ -33,8 +33,8 @@ def guards_of(test: ast.expr, frame: Frame, depth: int = 0) -> tuple[Guards, Gua
         if isinstance(node, ast.Compare | ast.BoolOp | ast.UnaryOp):
             return guards_of(node, home, depth + 1)
     text, positive = _normal(test, frame)
-    holds: Guards = (BranchGuard(text, positive, test=test),)
-    fails: Guards = (BranchGuard(text, not positive, test=test),)
+    holds: Guards = (BranchGuard(text, positive, test=test, frame=frame),)
+    fails: Guards = (BranchGuard(text, not positive, test=test, frame=frame),)
     if isinstance(test, ast.BoolOp):
         parts = [guards_of(part, frame, depth) for part in test.values]
         if isinstance(test.op, ast.And):

@@ -7,33 +7,35 @@ import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from ampwise.check.source.cases import ALWAYS, Case, Conditions, Dtype, Known, Made, cases_of, conditions_at, joined
-from ampwise.check.source.events import EventContext, EventKind
+from ampwise.check.source.cases import ALWAYS, Conditions, Made, cases_of, conditions_at, joined
+from ampwise.check.source.casts import (
+    Cast,
+    cast_dtypes,
+    casts_in,
+    default_dtypes,
+    last_cast,
+    module_gone_through,
+    moved,
+)
+from ampwise.check.source.events import EventContext, EventKind, SourceEvent
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
-from ampwise.check.source.modes import UNKNOWN, dtype_in
-from ampwise.check.source.names import method_called
+from ampwise.check.source.names import last_name, method_called
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.project import SourceFile
+from ampwise.check.source.relevance import Words, says
 from ampwise.check.source.steps import BACKWARDS, Region
-from ampwise.check.source.torch_names import BF16, FP16, FP32, OPTIMIZER
+from ampwise.check.source.torch_names import BF16, FP16, OPTIMIZER
 from ampwise.check.source.tree_walk import walk
 from ampwise.check.source.walk import MOST_FOLLOWED, CodeSite, WorkBudget, trace_function
 from ampwise.finding import Place
 
-# Methods that return the module.
-CHAINED = frozenset(
-    ("to", "cuda", "cpu", "half", "bfloat16", "float", "double", "train", "eval", "requires_grad_", "share_memory")
-)
-WRAPPERS = LazyPattern(r"(DataParallel|DistributedDataParallel|FullyShardedDataParallel|DDP|FSDP|torch\.compile)$")
-CASTS = {"half": FP16, "bfloat16": BF16, "float": FP32, "double": "float64"}
 # Functions in which a model is cast for another purpose than training.
-ASIDE = LazyPattern(r"eval|test|valid|infer|predict|export|save|convert|generat|sampl|bench|teacher|ema|onnx|trace")
+ASIDE = LazyPattern(r"eval|test|valid|infer|predict|export|save|generat|sampl|bench|teacher|ema|onnx|trace")
 FROZEN_NAME = LazyPattern(
-    r"teacher|(^|_|\.)ema|vae|clip|text_enc|tokenizer|frozen|reference|ref_model|critic_target|lpips|vgg"
+    r"teacher|(^|_|\.)ema|vae|clip|text_enc|tokenizer|frozen|reference|ref_model|critic_target|lpips|vgg|vision_tower"
 )
 # Master weights, stochastic rounding: the optimizer keeps more than the half parameters.
 KEEPS_MORE = LazyPattern(
@@ -48,6 +50,13 @@ TRAINS_OTHERS = LazyPattern(
     r"cast_training_params",
     re.IGNORECASE,
 )
+# A function with these words may cast a model, or make its optimizer.
+PREPARES: Words = (".half(", "float16", "dtype", "HalfTensor", ".parameters(", "param")
+GROUPS = LazyPattern(r"param|group|^(filter|list|tuple|chain|iter|sorted|itertools)$")
+COPIES = frozenset(("clone", "float", "to", "copy", "deepcopy", "detach"))
+DISPLAYS = (ast.List, ast.Tuple, ast.Dict, ast.ListComp, ast.GeneratorExp, ast.BinOp)
+MOST_FOLLOWED_CALLS = 40
+DEEPEST = 6  # names and calls between an optimizer and the module whose parameters it gets
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +69,7 @@ class HalfModel:
     context: EventContext
     statement: ast.AST
     given: Conditions
+    part: str = ""  # the name of the part that is cast, if it is not the whole module
 
     @property
     def place(self) -> Place:
@@ -84,31 +94,41 @@ class TrainedHalfModel:
         """Place where the optimizer is made."""
         return self.frame.outline.script.place(self.optimizer)
 
+    def is_applied_by(self, step: SourceEvent) -> bool:
+        """Whether a step of an optimizer, or of a scaler, applies this one."""
+        applied: ast.expr | None = step.receiver
+        if step.kind == EventKind.SCALER_STEP:
+            applied = step.node.args[0] if isinstance(step.node, ast.Call) and step.node.args else None
+        if applied is None:
+            return False
+        if self.optimizer_key is not None and step.frame.key(applied) == self.optimizer_key:
+            return True
+        made = (case.value for case in cases_of(step.frame, applied))
+        return any(isinstance(value, Made) and value.node is self.optimizer for value in made)
 
-class Cast(NamedTuple):
-    """Call that makes parameters half, or full again."""
 
-    dtype: str | None  # None: unknown
-    node: ast.Call
-    site: CodeSite
-    given: Conditions
+@functools.lru_cache(maxsize=4)
+def _casts(code: SourceFile) -> dict[str, list[Cast]]:
+    """Return all casts of this file, by the key of the module."""
+    found: dict[str, list[Cast]] = {}
+    for site in _sites(code):
+        for key, cast in casts_in(site):
+            found.setdefault(key, []).append(cast)
+    return found
 
 
 @functools.lru_cache(maxsize=4)  # used for every training step of a file
 def half_models(code: SourceFile) -> dict[str, list[HalfModel]]:
     """Return the modules of this file that are FP16 or BF16 in some mode, by key; not those that are cast back."""
-    casts: dict[str, list[Cast]] = {}
-    for site in _sites(code):
-        for key, cast in _casts_in(site):
-            casts.setdefault(key, []).append(cast)
     found: dict[str, list[HalfModel]] = {}
-    for key, those in casts.items():
-        for index, (dtype, node, site, given) in enumerate(those):
+    for key, those in _casts(code).items():
+        for index, (dtype, node, site, given, part) in enumerate(those):
             others = [cast for cast in those[index + 1 :] if cast.node is not node]
             others += [cast for cast in those[:index] if cast.site.context.loops]
-            cast_back = any(cast.dtype != dtype and joined(cast.given, given) is not None for cast in others)
+            back = [cast for cast in others if cast.dtype != dtype and cast.part in ("", part)]
+            cast_back = any(joined(cast.given, given) is not None for cast in back)
             if dtype in (FP16, BF16) and not cast_back and _is_for_training(site.context):
-                found.setdefault(key, []).append(HalfModel(key, dtype, node, site.context, site.node, given))
+                found.setdefault(key, []).append(HalfModel(key, dtype, node, site.context, site.node, given, part))
     return found
 
 
@@ -117,24 +137,21 @@ def half_by_default(code: SourceFile) -> list[Cast]:
     """Return the calls of ``torch.set_default_dtype`` that make every later parameter FP16 or BF16."""
     found = []
     text = code.script.text
-    for site in code.calls if "set_default_dtype" in text and not KEEPS_MORE.search(text) else ():
+    for site in code.calls if "set_default_" in text and not KEEPS_MORE.search(text) else ():
         frame = site.context.frame
-        if frame.qualified(site.call.func) == "torch.set_default_dtype" and site.call.args:
-            for case in cases_of(frame, site.call.args[0]):
-                for reached in conditions_at(frame, site.call):
-                    given = joined(case.given, reached)
-                    if given is not None and dtype_in(case) in (FP16, BF16) and _is_for_training(site.context):
-                        found.append(Cast(dtype_in(case), site.call, site, given))
+        for dtype, when in default_dtypes(site.call, frame):
+            for reached in conditions_at(frame, site.call):
+                given = joined(when, reached)
+                if given is not None and dtype in (FP16, BF16) and _is_for_training(site.context):
+                    found.append(Cast(dtype, site.call, site, given))
     return found
 
 
 @functools.lru_cache(maxsize=4)  # several rules use it for one file
 def trained_half_models(code: SourceFile) -> list[TrainedHalfModel]:
     """Return the half models that are trained: an optimizer gets their parameters, and a backward follows the cast."""
-    text = code.script.text
-    if TRAINS_OTHERS.search(text) or KEEPS_MORE.search(text) or ("half" not in text and "float16" not in text):
+    if not _may_train_half(code):
         return []
-    models = half_models(code)
     found: dict[tuple[int, str, str], TrainedHalfModel] = {}
     for site in _sites(code):
         frame, node = site.context.frame, site.node
@@ -146,29 +163,82 @@ def trained_half_models(code: SourceFile) -> list[TrainedHalfModel]:
             targets = node.targets if isinstance(node, ast.Assign) else []
             target = frame.key(targets[0]) if len(targets) == 1 else None
             ways = conditions_at(frame, call)
-            for part, home in _optimized(call, frame):
-                key = home.key(part)
-                if key is None or FROZEN_NAME.search(key.rpartition(":")[2].lower()):
-                    continue
-                for model in [*models.get(key, ()), *_returned_half(part, home, key, site)]:
-                    if any(joined(model.given, way) is not None for way in ways):
-                        found.setdefault((id(call), key, model.dtype), TrainedHalfModel(model, call, frame, target))
+            for model in _models_optimized(call, site, code):
+                if any(joined(model.given, way) is not None for way in ways):
+                    pair = TrainedHalfModel(model, call, frame, target)
+                    found.setdefault((id(call), model.key, model.dtype), pair)
     return [pair for pair in found.values() if _trains_after(pair.model, code)]
 
 
-def _returned_half(part: ast.expr, frame: Frame, key: str, site: CodeSite) -> Iterator[HalfModel]:
-    """Yield the half models that a function of the script makes and returns: ``model = load_model(args)``."""
-    for value, given in cases_of(frame, part):
-        last = None
-        if isinstance(value, Made) and value.frame.function is not frame.function:
-            last, _ = _last_cast(value.node, value.frame)
-        if last is None or not isinstance(value, Made):
+def _may_train_half(code: SourceFile) -> bool:
+    text = code.script.text
+    is_half = "half" in text or "float16" in text or "fp16" in text
+    return is_half and not TRAINS_OTHERS.search(text) and not KEEPS_MORE.search(text)
+
+
+def _models_optimized(call: ast.Call, site: CodeSite, code: SourceFile) -> Iterator[HalfModel]:
+    """Yield the half models whose parameters an optimizer gets, through names, groups and functions."""
+    models, casts = half_models(code), _casts(code)
+    for part, home, is_whole in _optimized(call, site.context.frame):
+        for alias, frame, given in _aliases(part, home):
+            if isinstance(alias, ast.Call):
+                for dtype, when in cast_dtypes(alias, frame):
+                    together = joined(given, when)
+                    context = EventContext(frame)
+                    if together is not None and dtype in (FP16, BF16) and _is_for_training(context):
+                        yield HalfModel(home.key(part) or "", dtype, alias, context, site.node, together)
+                continue
+            keys = {frame.key(alias): ""}
+            owner = frame.class_of(alias) if is_whole else None
+            if owner is not None:  # self.encoder.half() in the class of the model
+                path, name = owner.outline.path, owner.name
+                keys |= {f"{path}:{name}.self.{attribute}": attribute for attribute in owner.attributes}
+            for key, inner in keys.items():
+                for model in models.get(key or "", ()):
+                    if inner and model.context.frame.function.owner is not owner:
+                        continue  # that of another instance
+                    is_frozen = FROZEN_NAME.search(f"{(key or '').rpartition(':')[2]}.{inner or model.part}".lower())
+                    if not is_frozen and (is_whole or not model.part):
+                        yield model
+            known = frame.key(alias) or ""
+            if known not in models and any(cast.dtype and not cast.part for cast in casts.get(known, ())):
+                break  # cast back under this name, whatever it was cast to under those before
+
+
+def _aliases(node: ast.expr, frame: Frame) -> Iterator[tuple[ast.expr, Frame, Conditions]]:
+    """Yield what a module also is: what was passed, returned or wrapped, up to a cast, with the conditions."""
+    pending: list[tuple[ast.expr, Frame, Conditions]] = [(node, frame, ALWAYS)]
+    seen: set[tuple[ast.expr, Frame]] = set()
+    for part, home, given in pending:
+        if (part, home) in seen or len(seen) > DEEPEST:
             continue
-        context = EventContext(value.frame)
-        for dtype, when in _cast_dtypes(last, value.frame):
-            together = joined(given, when)
-            if together is not None and dtype in (FP16, BF16) and _is_for_training(context):
-                yield HalfModel(key, dtype, last, context, site.node, together)
+        seen.add((part, home))
+        callee = home.callee(part) if isinstance(part, ast.Call) else None
+        if isinstance(part, ast.Call) and callee is not None and callee[0].returns and len(home.callers()) < DEEPEST:
+            inside = home.enter(callee[0], part, callee[1])
+            pending += [(value, inside, given) for value in callee[0].returns if value is not None]
+        elif isinstance(part, ast.Call):
+            statement = home.outline.script.parents.get(part)
+            is_cast = bool(cast_dtypes(part, home))
+            if isinstance(statement, ast.Assign):  # its name has this cast, and what comes later
+                pending += [(target, home, given) for target in statement.targets]
+                inner = last_cast(part, home)[1] if is_cast else moved(part, home)
+            else:
+                yield part, home, given
+                inner = moved(part, home)
+            if inner is not None and (not is_cast or isinstance(statement, ast.Assign)):
+                pending.append((inner, home, given))
+        else:
+            yield part, home, given
+            if isinstance(part, ast.Name) and part.id in home.arguments and home.caller is not None:
+                pending.append((home.arguments[part.id], home.caller, given))
+            for made, where in home.values(part):
+                if isinstance(made, ast.Call) and where.callee(made) is not None:
+                    pending.append((made, where, given))  # a function that may cast what it gets
+            for value, when in cases_of(home, part):
+                together = joined(given, when)
+                if isinstance(value, Made) and value.node is not part and together is not None:
+                    pending.append((value.node, value.frame, together))
 
 
 def half_optimizers(code: SourceFile, dtype: str) -> list[TrainedHalfModel]:
@@ -182,8 +252,7 @@ def half_optimizers(code: SourceFile, dtype: str) -> list[TrainedHalfModel]:
 
 def half_models_run(region: Region, code: SourceFile, dtype: str) -> list[HalfModel]:
     """Return the models of this dtype that a step runs whose optimizer was made elsewhere."""
-    text = code.script.text
-    if ("half" not in text and "float16" not in text) or TRAINS_OTHERS.search(text) or KEEPS_MORE.search(text):
+    if not _may_train_half(code):
         return []
     steps = region.events_of(EventKind.OPTIMIZER_STEP)
     if not all(value.node is None for event in steps for value in event.frame.values(event.receiver)):
@@ -200,108 +269,76 @@ def only_named_main(context: EventContext) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def _sites(code: SourceFile) -> list[CodeSite]:
-    """Return the statements of this file, including constructors that no trace reaches."""
+    """Return the statements of this file, with those of functions that prepare a model and that no trace followed."""
     reached = {function for one in code.traces for function in (one.frame.function, *one.followed)}
     constructors = [function for function in code.outline.functions if function.name == "__init__" and function.owner]
     budget = WorkBudget(MOST_FOLLOWED)
-    unreached = [trace_function(code.frame(function), budget) for function in constructors if function not in reached]
-    return [*code.statements, *[site for one in unreached for site in one.statements]]
+    found, pending = list(code.statements), list(code.calls)
+    for each in constructors:
+        if each not in reached:
+            inside = trace_function(code.frame(each), budget)
+            found += inside.statements
+            pending += inside.calls
+            reached |= inside.followed
+    followed = 0
+    for site in pending:
+        frame = site.context.frame
+        target = frame.callee(site.call) if followed < MOST_FOLLOWED_CALLS else None
+        if target is None or target[0] in reached or not says(target[0], PREPARES) or target[0].name == "forward":
+            continue
+        if target[0].outline is not code.outline or any(one.function is target[0] for one in frame.callers()):
+            continue
+        followed += 1
+        inside = trace_function(frame.enter(target[0], site.call, target[1]), budget)
+        found += inside.statements
+        pending += inside.calls
+    return found
 
 
 def _is_for_training(context: EventContext) -> bool:
-    if context.loops or context.no_grad:
+    loops = [loop.node for loop in context.loops]
+    if any(not isinstance(loop, ast.For) or module_gone_through(loop) is None for loop in loops) or context.no_grad:
         return False
     return not any(ASIDE.search(frame.function.name.lower()) for frame in context.frame.callers())
 
 
-def _casts_in(site: CodeSite) -> Iterator[tuple[str, Cast]]:
-    """Yield the casts of ``model.half()`` and ``model = Net().to(torch.half)``, under each key of the module."""
-    node, frame = site.node, site.context.frame
-    targets: list[ast.expr] = []
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-    elif isinstance(node, ast.AnnAssign):
-        targets = [node.target]
-    elif not isinstance(node, ast.Expr):
-        return
-    last, module = _last_cast(node.value, frame)
-    if last is not None:
-        named: list[ast.expr]
-        named = [part for part in (*targets, module) if isinstance(part, ast.Name | ast.Attribute | ast.Subscript)]
-        named += [part.value for part in named if isinstance(part, ast.Subscript)]  # a part of it: model[0].half()
-        reached = conditions_at(frame, last)
-        for key in {frame.key(part) for part in named}:
-            if key is None:
-                continue
-            for dtype, when in _cast_dtypes(last, frame):
-                for way in reached:
-                    given = joined(when, way)
-                    if given is not None:
-                        yield key, Cast(dtype, last, site, given)
-
-
-def _last_cast(inner: ast.expr | None, frame: Frame) -> tuple[ast.Call | None, ast.expr | None]:
-    """Return the last cast in ``wrap(Net(...).half().cuda())``, and the innermost expression, the module."""
-    last = None
-    while isinstance(inner, ast.Call):
-        if last is None and _cast_dtypes(inner, frame):
-            last = inner
-        method = method_called(inner)
-        if method in CHAINED and isinstance(inner.func, ast.Attribute) and frame.qualified(inner.func) is None:
-            inner = inner.func.value
-        elif inner.args and _wraps(inner, frame):
-            inner = inner.args[0]
-        else:
-            break
-    return last, inner
-
-
-def _cast_dtypes(call: ast.Call, frame: Frame) -> list[tuple[str | None, Conditions]]:
-    """Return the dtypes that a call may cast to, None for an unknown one; nothing if it is not a cast."""
-    method = method_called(call)
-    if method in CASTS and not call.args and not call.keywords:
-        return [(CASTS[method], ALWAYS)]
-    given = None
-    if method == "to":
-        given = argument_of(call, "dtype")
-    elif method in ("from_pretrained", "from_config"):
-        given = argument_of(call, "torch_dtype") or argument_of(call, "dtype")
-    if given is not None:
-        return [(_known_dtype(case), case.given) for case in cases_of(frame, given)]
-    for argument in call.args if method == "to" else ():
-        cases = cases_of(frame, argument)
-        if any(isinstance(case.value, Known) and isinstance(case.value.value, Dtype) for case in cases):
-            return [(_known_dtype(case), case.given) for case in cases]
-        if "dtype" in ast.unparse(argument):
-            return [(None, ALWAYS)]
-    return []
-
-
-def _known_dtype(case: Case) -> str | None:
-    dtype = dtype_in(case)
-    return None if dtype == UNKNOWN else dtype
-
-
-def _optimized(call: ast.Call, frame: Frame) -> Iterator[tuple[ast.expr, Frame]]:
-    """Yield the names in what an optimizer gets, with those that they wrap: its models are among them."""
+def _optimized(call: ast.Call, frame: Frame) -> Iterator[tuple[ast.expr, Frame, bool]]:
+    """Yield the names in what an optimizer gets, and whether it gets all parameters of what they name."""
     if method_called(call) == "configure_optimizers" and isinstance(call.func, ast.Attribute):
-        yield call.func.value, frame
+        yield call.func.value, frame, True
     given = argument_of(call, "params", 0)
-    for node, home in frame.values(given) if given is not None else ():
-        for part in walk(node) if node is not None else ():
-            if isinstance(part, ast.Name | ast.Attribute):
-                yield part, home
-                for inner, where in home.values(part):
-                    if isinstance(inner, ast.Call) and inner.args and _wraps(inner, where):
-                        yield inner.args[0], where
+    pending = [(given, frame, 0)] if given is not None else []
+    seen: set[ast.expr] = set()
+    for expression, home, depth in pending:
+        if expression in seen or depth > DEEPEST or _copies(expression):
+            continue
+        seen.add(expression)
+        parts = walk(expression)
+        taken = {part.value for part in parts if isinstance(part, ast.Attribute)}
+        all_of = {part.value for part in parts if isinstance(part, ast.Attribute) and "parameters" in part.attr}
+        for part in parts:
+            if not isinstance(part, ast.Name | ast.Attribute):
+                continue
+            yield part, home, part in all_of or part not in taken
+            for value, where in home.values(part):
+                if value is not None and value is not part and _is_group(value):
+                    pending.append((value, where, depth + 1))
 
 
-def _wraps(call: ast.Call, frame: Frame) -> bool:
-    return WRAPPERS.search(frame.qualified(call.func) or ast.unparse(call.func)) is not None
+def _copies(node: ast.expr) -> bool:
+    """Whether an expression holds copies: ``[p.detach().clone().float() for p in model.parameters()]``."""
+    each = node.elt if isinstance(node, ast.ListComp | ast.GeneratorExp) else None
+    return each is not None and any(method_called(part) in COPIES for part in walk(each))
+
+
+def _is_group(node: ast.expr) -> bool:
+    """Whether an expression holds parameters, or groups of them, not a module."""
+    return isinstance(node, DISPLAYS) or (isinstance(node, ast.Call) and bool(GROUPS.search(last_name(node.func))))
 
 
 def _trains_after(model: HalfModel, code: SourceFile) -> bool:
     """Whether the cast comes before a backward; one after it is for saving or evaluation."""
+    calls = {frame.call for frame in model.context.frame.callers() if frame.call is not None}
     trains = False
     for trace in code.traces:
         backwards = {event.node for event in trace.events() if event.kind in BACKWARDS}
@@ -309,7 +346,9 @@ def _trains_after(model: HalfModel, code: SourceFile) -> bool:
             continue
         trains = True
         nodes = [site.node for site in trace.statements]
-        if model.statement in nodes:
-            later = nodes[nodes.index(model.statement) + 1 :]
-            return any(part in backwards for node in later for part in walk(node))
-    return trains and model.context.frame.function.name == "__init__"
+        cast = next((n for n, node in enumerate(nodes) if node is model.statement), None)
+        if cast is None:  # in a function that was called in one of these statements
+            cast = next((n for n, node in enumerate(nodes) if not calls.isdisjoint(walk(node))), None)
+        if cast is not None:
+            return any(part in backwards for node in nodes[cast + 1 :] for part in walk(node))
+    return trains and any(frame.function.name == "__init__" for frame in model.context.frame.callers())

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 
 from ampwise.check.source.cases import (
     ALWAYS,
+    FALSE,
     Case,
     Conditions,
     Dtype,
     Known,
     Made,
     Option,
+    as_display,
     cases_of,
     conditions_at,
     joined,
@@ -39,6 +41,7 @@ MOST_MODES = 200  # of one file
 NO_AUTOCAST, UNKNOWN = "off", "unknown"
 ON, OFF, NONE, UNSEEN = "on", "off", "none", "unseen"  # a scaler
 DEFAULT_BF16 = ("cpu", "xla", "tpu")
+NOT_CUDA = (*DEFAULT_BF16, "mps", "meta")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +106,8 @@ def _computed(region: Region) -> Iterator[tuple[SourceEvent, SourceEvent]]:
             if forward is not None and (backward, forward) not in seen:
                 seen.add((backward, forward))
                 yield backward, forward
+                if not forward.context.autocasts:
+                    yield from [(backward, inner) for inner in _under_autocast_inside(region, forward)]
 
 
 def _in_order(region: Region) -> Iterator[tuple[SourceEvent, SourceEvent]]:
@@ -130,6 +135,22 @@ def _last_under_autocast(region: Region, backward: SourceEvent) -> SourceEvent |
     return found
 
 
+@functools.lru_cache(maxsize=64)
+def _under_autocast_inside(region: Region, forward: SourceEvent) -> list[SourceEvent]:
+    """Return what a model computes under an autocast of its own, one event for each autocast."""
+    found: dict[ast.expr, SourceEvent] = {}
+    for site in region.trace.statements_in(region.loop):
+        context = site.context
+        autocast = context.autocast
+        if autocast is None or autocast.node in found or context.no_grad:
+            continue
+        if any(frame.call is forward.node for frame in context.frame.callers()):
+            call = next((part for part in walk(site.node) if isinstance(part, ast.Call)), None)
+            if call is not None:
+                found[autocast.node] = SourceEvent(EventKind.FORWARD, call, context)
+    return list(found.values())
+
+
 def _modes(region: Region, backward: SourceEvent, forward: SourceEvent) -> Iterator[Mode]:
     reached = [
         both
@@ -142,8 +163,22 @@ def _modes(region: Region, backward: SourceEvent, forward: SourceEvent) -> Itera
         for scaler in scalers:
             for given in reached:
                 together = joined(autocast.given, scaler.given, given)
-                if together is not None:
+                if together is not None and not _is_off_gpu(together):
                     yield Mode(region, forward, backward, autocast, scaler, together)
+
+
+def _is_off_gpu(given: Conditions) -> bool:
+    """Whether the conditions keep a mode from a CUDA device: ``device.type != "cuda"``, no ``cuda.is_available()``."""
+    for name, limit in given.items():
+        if name.endswith("cuda.is_available()") and limit.among is not None and limit.among <= FALSE:
+            return True
+        if "device" in name.lower():
+            if any("cuda" in str(value) for value in limit.without):
+                return True
+            named = [value for value in limit.among or () if isinstance(value, str)]
+            if named and all(value.partition(":")[0] in NOT_CUDA for value in named):
+                return True
+    return False
 
 
 def autocasts_in(context: EventContext) -> list[Autocast]:
@@ -285,14 +320,13 @@ def _unpacked(table: ast.expr, frame: Frame) -> dict[str, tuple[ast.expr, Frame]
     """Return the arguments that ``**table`` gives, by name; None if they are unknown."""
     cases = cases_of(frame, table)
     value = cases[0].value if len(cases) == 1 else None
-    if isinstance(value, Made) and isinstance(value.node, ast.Dict):
-        keys = [key.value if isinstance(key, ast.Constant) else None for key in value.node.keys]
-        if None in keys:
-            return None
-        return {str(key): (part, value.frame) for key, part in zip(keys, value.node.values, strict=True)}
-    if isinstance(value, Made) and isinstance(value.node, ast.Call) and dotted_text(value.node.func) == "dict":
-        return {word.arg: (word.value, value.frame) for word in value.node.keywords if word.arg is not None}
-    return None
+    display = as_display(value.node) if isinstance(value, Made) else None
+    if not isinstance(display, ast.Dict) or not isinstance(value, Made):
+        return None
+    keys = [key.value if isinstance(key, ast.Constant) else None for key in display.keys]
+    if None in keys:
+        return None
+    return {str(key): (part, value.frame) for key, part in zip(keys, display.values, strict=True)}
 
 
 def dtype_in(case: Case) -> str | None:

@@ -30,6 +30,7 @@ NOT_AN_OPTIMIZER = LazyPattern(
     r"options?|opts)$",
     re.IGNORECASE,
 )
+FLAG = LazyPattern(r"^(save|use|reset|is|has|should|load|with|without|no|keep|include|do|store|skip|resume|restore)_")
 DATA_SCALER = LazyPattern(
     r"(lr|data|feature|target|tgt|input|output|std|standard|minmax|min_max|time|obs|reward|label|price|y|x)_?scalers?$",
     re.IGNORECASE,
@@ -293,7 +294,13 @@ class SavedValueReader:
             return together([found, THE_SCALER])
         if not found.scaler and AMP_ENTRY.search(key) and "state_dict(" in text:
             return together([found, THE_SCALER])  # apex: amp.state_dict()
-        if not found.optimizer and OPTIMIZER_ENTRY.search(key) and "state" in text and "scaler" not in text:
+        is_flag = isinstance(value, ast.Name | ast.Attribute) and FLAG.search(name_of(value)) is not None
+        if (
+            not (found.optimizer or is_flag)
+            and OPTIMIZER_ENTRY.search(key)
+            and "state" in text
+            and "scaler" not in text
+        ):
             is_held = isinstance(value, ast.Name | ast.Attribute) and any(True for _ in _held(value, frame, line))
             return found if is_held else together([found, THE_OPTIMIZER])
         return found

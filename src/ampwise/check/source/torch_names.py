@@ -76,7 +76,7 @@ FRAMEWORKS: dict[str, tuple[str, ...]] = {
 }
 
 OPTIMIZER_CLASS = LazyPattern(
-    r"(^|\.)(optim|optimizers?|bitsandbytes|bnb)\.|(Adam\w*|SGD\w*|RMSprop|Adagrad|Adadelta|LAMB|Lamb|LARS|Lars|Lion|"
+    r"(^|\.)(optim|optimizers?|bitsandbytes|bnb)\.(?!swa_utils)|(Adam\w*|SGD\w*|RMSprop|Adagrad|Adadelta|LAMB|Lamb|LARS|Lars|Lion|"
     r"Adafactor|RAdam|Ranger\w*|NovoGrad|MADGRAD|Sophia\w*|Shampoo|SAM|Muon|\w*Optimizer)$"
 )
 SCHEDULER_CLASS = LazyPattern(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ampwise.check.source.call_events import ANYTHING
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.questions import guard_source
+from ampwise.check.source.questions import guard_meaning, guard_source
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ NEEDS = (("caler",), (".backward(",), (".update(",), ("nan", "inf", "finite", "N
 
 ASKS_FOR_NAN = LazyPattern(r"nan\b|isnan|isinf|_inf\b|\binf\b|finite|overflow|has_nan", re.IGNORECASE)
 OF_GRADIENTS = LazyPattern(r"grad(?!_acc|ient_acc)|norm", re.IGNORECASE)
-# A check for NaN, or of the norm: `if norm > limit: continue`.
-CHECKS = LazyPattern(f"{ASKS_FOR_NAN.text}|norm[^<>]*[<>]|[<>][^<>]*norm", re.IGNORECASE)
+# A check of the norm: `if norm > limit: continue`.
+LIMITS_NORM = LazyPattern(r"norm[^<>]*[<>]|[<>][^<>]*norm", re.IGNORECASE)
 
 
 def check_source(code: SourceFile) -> Findings:
@@ -45,7 +45,8 @@ def check_source(code: SourceFile) -> Findings:
         asked: dict[BranchGuard, SourceEvent] = {}  # checks of gradients or the loss that an update is under
         for update in region.events_of("update"):
             for guard in region.own_guards(update):
-                if guard.boundary is None and CHECKS.search(guard_source(guard)):
+                checks = ASKS_FOR_NAN.search(guard_meaning(guard)) or LIMITS_NORM.search(guard_source(guard))
+                if guard.boundary is None and checks:
                     asked.setdefault(guard, update)
         for guard, update in asked.items():
             for backward, moments in region.visits("scaled backward"):
@@ -65,7 +66,7 @@ def _harm(moment: Moment, guard: BranchGuard, region: Region) -> str | None:
         return None
     if moment.path.ended == "break" or (moment.path.ended == "return" and region.loop is not None):
         return None  # training ends here
-    asked = guard_source(guard)
+    asked = guard_meaning(guard)
     unscales = [event for event in moment.later("unscale") if event.key != ANYTHING]
     if any(guard not in event.context.guards for event in unscales):
         return "this skips `update` after `unscale_`: the next `unscale_` raises an error"

@@ -21,7 +21,7 @@ from ampwise.finding import Findings, Rule, Severity
 if TYPE_CHECKING:
     from ampwise.check.source.cases import Conditions
     from ampwise.check.source.modes import Mode
-    from ampwise.check.source.types import Frame, SourceEvent, SourceFile
+    from ampwise.check.source.types import Frame, Region, SourceEvent, SourceFile
     from ampwise.watch.run_events import OptimizerStep
 
 RULE = Rule(
@@ -43,7 +43,7 @@ RULE = Rule(
         "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
     ),
 )
-NEEDS = (("autocast", ".half(", "float16", "torch.half", "fpSixteen"), (".backward(",))
+NEEDS = (("autocast", ".half(", "float16", "torch.half", "HalfTensor", "fp16", "fpSixteen", "_half("), (".backward(",))
 
 ABOUT_DTYPE = LazyPattern(r"dtype|precision|float|bf16", re.IGNORECASE)
 POLICIES = ("MixedPrecision", "MixedPrecisionPolicy")  # of FSDP
@@ -88,11 +88,11 @@ def _half_weights(code: SourceFile, reported: set[ast.AST]) -> Findings:
     everywhere += _sharded_in_fp16(code)
     pairs = half_optimizers(code, FP16)
     for region in code.visible_regions:
-        stepped = {event.key for event in region.events_of(EventKind.OPTIMIZER_STEP)}
-        own = [pair for pair in pairs if pair.optimizer_key in stepped]
+        steps = region.events_of(EventKind.OPTIMIZER_STEP)
+        own = [pair for pair in pairs if any(pair.is_applied_by(step) for step in steps)]
         models = [*[pair.model for pair in own], *half_models_run(region, code, FP16)]
         casts = [*everywhere, *[(model.node, model.given, model.context.frame) for model in models]]
-        for backward in region.events_of(EventKind.BACKWARD) if region.has(EventKind.OPTIMIZER_STEP) else ():
+        for backward in _stepped(region) if casts else ():
             if backward.node in reported or backward.frame.outline is not code.outline or may_be_scaled(backward):
                 continue
             ways = conditions_at(backward.frame, backward.node)
@@ -103,6 +103,12 @@ def _half_weights(code: SourceFile, reported: set[ast.AST]) -> Findings:
                     line = spot(node, frame, backward.place)
                     yield RULE.at(backward.place, f"the weights are FP16 since {line}, and this loss is not scaled")
                     break
+
+
+def _stepped(region: Region) -> list[SourceEvent]:
+    """Return the plain backwards that an optimizer's step follows on some path."""
+    visits = region.visits(EventKind.BACKWARD) if region.has(EventKind.OPTIMIZER_STEP) else []
+    return [event for event, moments in visits if any(any(one.later(EventKind.OPTIMIZER_STEP)) for one in moments)]
 
 
 def _sharded_in_fp16(code: SourceFile) -> Iterator[tuple[ast.expr, Conditions, Frame]]:

@@ -38,11 +38,13 @@ NEEDS = (("caler",), (".half(", "float16", "torch.half"))
 
 
 def check_source(code: SourceFile) -> Findings:
-    stepped = {event.other: event for event in code.events if event.kind == "scaler step"}
+    steps = [event for event in code.events if event.kind == "scaler step"]
     reported = set()
     for pair in trained_half_models(code):
-        step = stepped.get(pair.optimizer_key)
-        if pair.model.dtype != FP16 or step is None or pair.model.node in reported:
+        if pair.model.dtype != FP16 or pair.model.node in reported:
+            continue
+        step = next((step for step in steps if pair.is_applied_by(step)), None)
+        if step is None:
             continue
         scalers = scalers_held(step.frame, step.receiver)
         if any(made.state in (ON, UNSEEN) and joined(made.given, pair.model.given) is not None for made in scalers):

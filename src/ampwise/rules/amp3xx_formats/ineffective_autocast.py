@@ -5,17 +5,21 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.cases import FALSE, conditions_at
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
+from ampwise.check.source.modes import NO_AUTOCAST, ON, UNSEEN, modes_of
 from ampwise.check.source.names import arguments_given, dotted_text, method_called
 from ampwise.check.source.precision import argument_of, autocast_of, literal_bool
+from ampwise.check.source.questions import guard_source
 from ampwise.check.source.tensor_dtypes import KEEPS, TAKES_HALF, TAKES_SINGLE
 from ampwise.check.source.torch_names import AUTOCASTS, GRAD_SCALERS, MODEL_NAME
 from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import AutocastContext, CodeSite, CodeTrace, EventContext, SourceFile
+    from ampwise.check.source.cases import Conditions
+    from ampwise.check.source.types import AutocastContext, CodeSite, CodeTrace, EventContext, SourceEvent, SourceFile
 
 RULE = Rule(
     code="AMP312",
@@ -54,6 +58,7 @@ PLAIN_CALLS = UNTOUCHED | KEEPS | TAKES_SINGLE | {"long", "size", "sum", "isnan"
 OTHERWISE = LazyPattern(
     r"\.(half|bfloat16)\(\)|MixedPrecision|deepspeed|accelerat|fp8|fully_shard|\bapex\b|torch_dtype|set_default_dtype"
 )
+IN_TIME = LazyPattern(r"epoch|step|iter|warm|batch_?idx|\bi\b|<|>")  # FP32 at the start of training
 STEPS_BACK = 3  # assignments from the argument of a loss back to the forward
 HARMLESS = ast.Expr | ast.Assign | ast.AugAssign | ast.If | ast.Pass
 # Operators that may divide a loss or test a counter; others compute on tensors.
@@ -73,7 +78,7 @@ def check_source(code: SourceFile) -> Findings:
             if autocast is not None and autocast.known and autocast.may_be_on:
                 found.append((manager, "no forward or loss is computed in this autocast region"))
     reported: set[ast.AST] = set()
-    found += [*_never_used(code), *_always_disabled(code), *_only_the_loss(code)]
+    found += [*_never_used(code), *_always_disabled(code), *_only_the_loss(code), *_beside_autocast(code)]
     for node, message in found:
         if node not in reported:
             reported.add(node)
@@ -191,6 +196,42 @@ def _forward_before(site: CodeSite, forwards: dict[ast.expr, EventContext]) -> a
                 if isinstance(statement, ast.Assign) and first_line <= statement.lineno < site.call.lineno:
                     pending.append((statement.value, depth + 1))
     return found
+
+
+def _beside_autocast(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
+    """Yield a forward outside of autocast in a mode whose option turns on both the scaler and autocast elsewhere."""
+    if code.uses_framework or _autocasts_in_a_forward(code):
+        return
+    modes = modes_of(code)
+    last: dict[SourceEvent, tuple[SourceEvent, str]] = {}  # one for each backward: it is one mistake
+    for mode in modes:
+        forward, backward = mode.forward, mode.backward
+        is_plain = mode.autocast.dtype == NO_AUTOCAST and not forward.context.autocasts and forward is not backward
+        if not is_plain or mode.scaler.state not in (ON, UNSEEN) or forward.frame.outline is not code.outline:
+            continue
+        on = {name for given in conditions_at(backward.frame, backward.node) for name in _switched_on(given)}
+        for other in modes:
+            if other.region is not mode.region or other.autocast.dtype == NO_AUTOCAST or forward.key is None:
+                continue
+            around = conditions_at(other.forward.frame, other.forward.node)
+            shared = on & {name for given in [*around, other.autocast.given] for name in _switched_on(given)}
+            is_later = backward not in last or forward.line >= last[backward][0].line
+            if other.forward.key == forward.key and shared and is_later and _is_another_branch(forward, other.forward):
+                last[backward] = forward, min(shared)
+    for forward, option in last.values():
+        yield forward.node, f"`{option}` has the loss scaled, but this forward is not under autocast, as another is"
+
+
+def _is_another_branch(forward: SourceEvent, other: SourceEvent) -> bool:
+    """Return whether one iteration runs either of two forwards, by a choice that training does not make in time."""
+    sides = {guard.text: guard for guard in forward.context.guards}
+    apart = [guard for guard in other.context.guards if guard.text in sides and sides[guard.text].holds != guard.holds]
+    return bool(apart) and not any(IN_TIME.search(guard_source(guard)) for guard in apart)
+
+
+def _switched_on(given: Conditions) -> list[str]:
+    """Return the options that must be true."""
+    return [name for name, limit in given.items() if limit.among is None and limit.without >= FALSE]
 
 
 def _always_disabled(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:

@@ -134,7 +134,7 @@ def _factor(node: ast.expr | None, frame: Frame, depth: int) -> ast.expr | None:
         if constant is not None and _is_large_power_of_two(constant):
             return constant
         is_scaler = isinstance(side, ast.Attribute) and frame.role(side.value) == SCALER  # scaler._scale
-        if _has_scale_name(side) and not is_scaler:
+        if _has_scale_name(side) and not is_scaler and not _is_weight(side, frame):
             return side
     return next((found for part in inner if (found := _factor(part, frame, depth + 1)) is not None), None)
 
@@ -173,6 +173,14 @@ def _is_large_power_of_two(node: ast.expr) -> bool:
 
 def _has_scale_name(node: ast.expr) -> bool:
     return isinstance(node, ast.Name | ast.Attribute) and bool(SCALE_NAME.search(ast.unparse(node).rpartition(".")[2]))
+
+
+def _is_weight(node: ast.expr, frame: Frame) -> bool:
+    """Whether a factor is one of micro-batches or of losses: each of its values is small, or ``1 / n``."""
+    values = [value for value, _ in frame.values(node)]
+    quotients = [isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) for value in values]
+    small = [(number := _number(value)) is not None and number < SMALLEST_SCALE for value in values]
+    return all(map(max, quotients, small))
 
 
 def _divisors_of_gradients(code: SourceFile) -> Iterator[ast.expr]:
