@@ -1,4 +1,4 @@
-"""What is too large or too deep is not checked, of too many paths a sample is; that is said on stderr and in JSON."""
+"""What is too large or too deep is not checked, of too many paths a sample is; that is said in one line, or with -v."""
 
 import json
 
@@ -43,12 +43,17 @@ SAMPLED = (
 )
 
 
-def test_of_too_many_paths_a_sample_is_checked_and_that_is_said(check):
-    code, out, err = check({"train.py": with_questions(9)}, "--output-format", "concise")
-    assert err.splitlines() == [f"ampwise: {SAMPLED}"]
-    assert code == 1
-    assert "AMP101" in out  # of the clip
-    assert "1 file was checked only in part" in out
+def test_of_too_many_paths_a_sample_is_checked_and_that_is_said_in_one_line(check):
+    files = {"train.py": with_questions(9), "other.py": with_questions(9)}
+    code, out, err = check(files, "--output-format", "concise")
+    assert (code, err) == (1, "")
+    assert out.count("AMP101") == 2  # of the clips
+    assert out.endswith("\n2 files were checked only in part (too many paths or too much code; -v lists them).\n")
+    _, out, err = check(files, "--output-format", "concise", "-v")
+    assert err.splitlines() == [f"ampwise: {SAMPLED.replace('train', 'other')}", f"ampwise: {SAMPLED}"]
+    assert out.endswith("\n2 files were checked only in part.\n")
+    _, _, err = check(files, "--output-format", "github")
+    assert err == "ampwise: 2 files were checked only in part (too many paths or too much code; -v lists them)\n"
 
 
 def test_it_is_in_the_json_too(check):
@@ -66,7 +71,7 @@ def test_fewer_paths_are_all_checked(check):
 def test_a_long_script_is_followed_up_to_a_line_that_is_named(check):
     step = STEP.format(body="")
     _, out, err = check(
-        {"train.py": HEAD + step + "x = 1\n" * walk.MOST_STATEMENTS + step}, "--output-format", "concise"
+        {"train.py": HEAD + step + "x = 1\n" * walk.MOST_STATEMENTS + step}, "--output-format", "concise", "-v"
     )
     assert out.startswith("train.py:7:")
     (line,) = err.splitlines()
@@ -82,7 +87,7 @@ def test_a_helper_is_not_followed_from_everywhere(check, monkeypatch):
     monkeypatch.setattr(project, "FOLLOWED_PER_LINE", 0)
     callers = "".join(f"def train_{i}(loss):\n    helper(loss)\n" for i in range(9))
     helper = "def helper(loss):\n    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n"
-    _, _, err = check({"train.py": HEAD + helper + callers})
+    _, _, err = check({"train.py": HEAD + helper + callers}, "-v")
     last, first, *_ = err.splitlines()
     assert first.startswith("ampwise: train.py:17:1: too much code to follow from `train_5`; code after train.py:")
     assert last == "ampwise: train.py: too much code to follow from 1 more function"
@@ -124,7 +129,8 @@ def test_only_so_many_imported_files_are_followed(check, monkeypatch):
     helper = "import torch\ndef {0}(model):\n    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
     step = STEP.format(body="    one(model)\n    two(model)\n")
     files = {"train.py": f"from a import one\nfrom b import two\n{HEAD}{step}"}
-    _, _, err = check({**files, "a.py": helper.format("one"), "b.py": helper.format("two")})
+    _, out, err = check({**files, "a.py": helper.format("one"), "b.py": helper.format("two")}, "-v")
+    assert out.endswith("1 file was checked only in part.\n")
     assert err == "ampwise: b.py: import not followed: 1 imported file was already read, which is the limit\n"
 
 

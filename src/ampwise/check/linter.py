@@ -42,13 +42,15 @@ TRAINER_WORDS = (b"loss.backward(", b"loss).backward(", b".scale(", b"GradScaler
 class CheckReport:
     """Result of a check.
 
-    Files in ``unreadable`` were not checked, those in ``partly`` only in part; ``notes`` has the reasons and other
-    messages. ``excluded`` counts paths that were given but are excluded.
+    Files in ``unreadable`` were not checked, those in ``partly`` only in part. ``limits`` has the places where there
+    were too many paths or too much code; ``notes`` has the other reasons and messages. ``excluded`` counts paths that
+    were given but are excluded.
     """
 
     findings: list[Finding] = field(default_factory=list)
     unreadable: list[UnreadableFile] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)
     partly: list[str] = field(default_factory=list)
     files_checked: int = 0
     excluded: int = 0
@@ -58,6 +60,7 @@ class CheckReport:
         self.findings += other.findings
         self.unreadable += other.unreadable
         self.notes += other.notes
+        self.limits += other.limits
         self.partly += other.partly
         self.files_checked += other.files_checked
         self.excluded += other.excluded
@@ -198,7 +201,11 @@ def _reports(task: CheckTask, project: Project | None = None) -> Iterator[CheckR
         else:
             _check_file(project, path, [rule for rule in rules if rule.RULE.code in codes], report)
             report.notes += project.notes
+            if project.limits:
+                report.limits += project.limits
+                report.partly.append(path)
             project.notes.clear()
+            project.limits.clear()
             _drop_suppressed(report, project)
         yield report
 
@@ -222,7 +229,7 @@ def _check_file(project: Project, path: str, modules: Iterable[ModuleType], repo
         report.partly.append(path)
         report.notes += [f"{path}: {_internal(', '.join(codes), what)}" for what, codes in failed.items()]
         report.notes += [f"{limit}; rules not checked here: {', '.join(codes)}" for limit, codes in skipped.items()]
-        report.notes += limits
+        report.limits += limits
 
 
 def _try_to_read(read: Callable[[str], Read], path: str, report: CheckReport) -> Read | None:
@@ -288,7 +295,8 @@ def _finished(report: CheckReport, task: CheckTask) -> CheckReport:
     report.findings = sorted(found.values(), key=lambda finding: [part or 0 for part in position(finding)])
     # By path, independent of the order of processes; the notes of one file keep their order.
     report.unreadable.sort(key=lambda error: error.path)
-    report.notes = sorted(dict.fromkeys(report.notes), key=lambda note: note.partition(": ")[0])
+    for notes in (report.notes, report.limits):
+        notes[:] = sorted(dict.fromkeys(notes), key=lambda note: note.partition(": ")[0])
     report.partly = sorted(set(report.partly))
     return report
 

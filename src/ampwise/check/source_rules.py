@@ -44,24 +44,23 @@ def rules_for_imported_files(
 
     project = Project(files)
     needs = {rule.RULE.code: getattr(rule, "NEEDS", ()) for rule in rules}
-    every_word = {word for groups in needs.values() for words in groups for word in words}
 
     @functools.cache
-    def words_in(path: str) -> set[str]:
+    def read(path: str) -> bytes:
         try:
-            data = read_bytes(path)
+            return read_bytes(path)
         except UnreadableFile:
-            return set()
-        return {word for word in every_word if word.encode() in data}
+            return b""
+
+    @functools.cache
+    def has_one(path: str, words: tuple[str, ...]) -> bool:
+        return any(word.encode() in read(path) for word in words)
 
     for path in trainers:
         for other in project.imported_by(path):
-            own, training = words_in(other), words_in(path)
             codes = set()
             for code, groups in needs.items():
-                lacking = [words for words in groups if own.isdisjoint(words)]
-                elsewhere = [words for words in lacking if not IN_IMPORTER.isdisjoint(words)]
-                found = [words for words in elsewhere if not training.isdisjoint(words)]
-                if len(lacking) < len(groups) and len(found) == len(lacking):
-                    codes.add(code)
+                lacking = [words for words in groups if not has_one(other, words)]
+                if len(lacking) < len(groups) and not any(map(IN_IMPORTER.isdisjoint, lacking)):
+                    codes.update([code] if all(has_one(path, words) for words in lacking) else [])
             yield other, frozenset(codes)

@@ -83,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--unsafe-fixes", action=switch, help="include fixes that may change what the script does")
     add("--diff", action="store_true", help="show what --fix would change, and write nothing")
     add("--add-noqa", action="store_true", help="suppress each finding with a comment in the file")
+    add("-v", "--verbose", action="store_true", help="list what was not followed: too many paths, too much code")
     add("--statistics", action="store_true", help="only show how often each rule was broken")
     add("--exit-zero", action="store_true", help="exit with 0 even if there are findings")
     add("--exclude", metavar="PATTERN", action="append", help="skip these, too: comma-separated; may be repeated")
@@ -134,7 +135,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.show_files:
         found = find_files(args.paths, configs, force_exclude=args.force_exclude)
         write("".join(f"{printable(path)}\n" for path in found.files), sys.stdout)
-        _warn(CheckReport(unreadable=found.unreadable, notes=found.notes))
+        _warn(args, CheckReport(unreadable=found.unreadable, notes=found.notes))
         return 2 if found.unreadable and not found.files else 0
     if args.paths == [STDIN]:
         _set_output_format(args, configs.for_file(args.stdin_filename or ""))
@@ -236,9 +237,9 @@ def _print_report(
     """Print the report and return the exit code."""
     # With stdin and --fix, stdout is for the fixed text.
     stream = sys.stderr if texts is not None and args.fix else sys.stdout
-    _warn(report)
+    _warn(args, report)
     for_people = args.output_format in FOR_PEOPLE or (args.statistics and args.output_format == "github")
-    missed, left = _missed(report), len(report.findings)
+    missed, left = _missed(args, report), len(report.findings)
     has_all_passed = report.files_checked and not fixed and not missed
     if left or has_all_passed or not for_people:
         if args.statistics:
@@ -246,7 +247,9 @@ def _print_report(
 
             write(render_statistics(report.findings, args.output_format, wants_colour(stream)), stream)
         else:
-            print_findings(report.findings, args.output_format, stream, texts=texts, notes=report.notes)
+            print_findings(
+                report.findings, args.output_format, stream, texts=texts, notes=[*report.notes, *report.limits]
+            )
     if for_people:
         lines = ""
         if fixed and left:
@@ -260,12 +263,14 @@ def _print_report(
     return _exit_code(args, report, bool(left))
 
 
-def _missed(report: CheckReport) -> str:
+def _missed(args: argparse.Namespace, report: CheckReport) -> str:
     if not report.unreadable and not report.partly:  # the usual case; saves an import
         return ""
     from ampwise.report.printers.summary import describe_unchecked
 
-    return describe_unchecked(len(report.unreadable), len(report.partly))
+    missed = describe_unchecked(len(report.unreadable), len(report.partly))
+    is_brief = report.limits and not args.verbose
+    return f"{missed} (too many paths or too much code; -v lists them)" if is_brief else missed
 
 
 def _exit_code(args: argparse.Namespace, report: CheckReport, found: bool) -> int:
@@ -275,12 +280,15 @@ def _exit_code(args: argparse.Namespace, report: CheckReport, found: bool) -> in
     return 1 if found and not args.exit_zero else 0
 
 
-def _warn(report: CheckReport) -> None:
+def _warn(args: argparse.Namespace, report: CheckReport) -> None:
+    """Print on stderr what could not be checked, and why; limits in one line, unless the result says it anyway."""
     flush(sys.stdout)  # keeps both streams in order in a combined log
     for error in report.unreadable:
         say("ampwise: {}: cannot check: {}", error.path, error.reason)
-    for note in report.notes:
+    for note in [*report.notes, *report.limits] if args.verbose else report.notes:
         say("ampwise: {}", note)
+    if report.limits and not args.verbose and not args.diff and (args.add_noqa or args.output_format not in FOR_PEOPLE):
+        say("ampwise: {}", _missed(args, report))
 
 
 # Changes to files
@@ -316,10 +324,10 @@ def _show_diff(args: argparse.Namespace, report: CheckReport, task: CheckTask) -
         data = unified_diff(change.before, change.text).encode(encoding, "backslashreplace")
         write_exact(data, sys.stdout, encoding)
         changes = changes or bool(data)
-    _warn(report)
+    _warn(args, report)
     if report.files_checked:
         result = f"would fix {repairs.count} finding{'s' if repairs.count != 1 else ''}"
-        missed = _missed(report)
+        missed = _missed(args, report)
         say("ampwise: {}{}", result if changes else "nothing to fix", f", but {missed}" if missed else "")
     return _exit_code(args, report, changes)
 
@@ -341,7 +349,7 @@ def _add_noqa(args: argparse.Namespace, report: CheckReport) -> int:
             report.notes.append(f"{path}: {error.reason}")
         else:
             added += len(findings)
-    _warn(report)
+    _warn(args, report)
     say("Suppressed {} finding{} with comments.", added, "s" if added != 1 else "", stream=sys.stdout)
     return _exit_code(args, report, found=added < len(report.findings))
 

@@ -178,6 +178,51 @@ def test_two_objects_have_two_keys(text):
     assert first != second
 
 
+CALLED_TWICE = {
+    "a parameter": "ask(given); scaler.step(given)",
+    "an alias": "other = given; ask(other); scaler.step(other)",
+    "an alias of an alias": "one = given; other = one; ask(other); scaler.step(one)",
+    "an element": "ask(given[0]); scaler.step(given[0])",
+    "a name of the function around": "exec('')\n    def inner():\n        ask(given); scaler.step(given)\n    inner()",
+}
+
+
+@pytest.mark.parametrize("body", CALLED_TWICE.values(), ids=CALLED_TWICE)
+def test_what_is_known_from_one_caller_is_not_taken_for_another(body):
+    text = f"""
+scaler, opt, net = GradScaler(), torch.optim.Adam(p), Net()
+
+def helper(given):
+    {body}
+
+helper(opt)
+helper(net)
+helper(opt)
+"""
+    (first, one), (second, other), (third, again) = asked(code_of(text))
+    assert first.frame.key(one) == third.frame.key(again) != second.frame.key(other)
+    assert first.frame.role(one) == third.frame.role(again) != second.frame.role(other)
+
+
+def test_what_no_caller_has_a_part_in_is_found_out_once(monkeypatch):
+    text = """
+def helper(given):
+    opt = torch.optim.Adam(given)
+    ask(opt)
+    scaler.step(opt)
+
+def main():
+    helper(first)
+    helper(second)
+"""
+    made = []
+    monkeypatch.setattr("ampwise.check.source.frame.role_of_constructor", lambda name: made.append(name) or "optimizer")
+    (first, one), (second, other) = asked(code_of(text))
+    assert first.frame is not second.frame
+    assert first.frame.role(one) == second.frame.role(other) == "optimizer"
+    assert made.count("torch.optim.Adam") + made.count("Adam") == 1
+
+
 def test_a_key_goes_through_a_file_that_is_given_too():
     main = """
         from helpers import finish

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.events import BranchGuard, EventKind, Loop, SourceEvent
 from ampwise.check.source.execution_paths import ExecutionPath
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import dotted_text, last_name, method_called
+from ampwise.check.source.names import code_of, dotted_text, last_name, method_called
 from ampwise.check.source.steps import BACKWARDS, STEPS, Region
 from ampwise.check.source.tree_walk import walk
 
@@ -87,7 +87,7 @@ class AccumulationWindow:
             return False
         if any(isinstance(part, ast.Call | ast.BinOp) for part in walk(guard.test)):
             return False
-        if mentions_accumulation(guard.test) or (self.size and ast.unparse(self.size) in ast.unparse(guard.test)):
+        if mentions_accumulation(guard.test) or (self.size and code_of(self.size) in code_of(guard.test)):
             return False  # `if accumulation == 1:` tests whether there are micro-batches at all
         names = {dotted_text(part) for part in walk(guard.test) if isinstance(part, ast.Name | ast.Attribute)}
         return names.isdisjoint(_assigned_in(loop.node))
@@ -122,7 +122,7 @@ def optimizer_of(step: SourceEvent) -> str | None:
 
 def mentions_accumulation(node: ast.AST | None) -> bool:
     """Whether the source of a node mentions accumulation or micro-batches."""
-    return node is not None and bool(ACCUMULATES.search(ast.unparse(node)))
+    return node is not None and bool(ACCUMULATES.search(code_of(node)))
 
 
 def names_one_optimizer(event: SourceEvent) -> bool:
@@ -301,7 +301,7 @@ def _goes_through_micro_batches(node: ast.For | ast.AsyncFor | ast.While) -> boo
     calls = [part for part in walk(node.iter) if isinstance(part, ast.Call)]
     pieces = [call for call in calls if method_called(call) in PIECES and call.args]
     if pieces:  # of inputs and targets; those of one tensor may be the parts of a sequence
-        return (len(pieces) > 1 or "batch" in ast.unparse(node.iter)) and not _sees_whole_window(node)
+        return (len(pieces) > 1 or "batch" in code_of(node.iter)) and not _sees_whole_window(node)
     if any(dotted_text(call.func) == "range" and len(call.args) == 3 for call in calls):
         return _slices_by(node)
     if _rounds(node) is None:
@@ -311,10 +311,10 @@ def _goes_through_micro_batches(node: ast.For | ast.AsyncFor | ast.While) -> boo
 
 def _slices_by(node: ast.For | ast.AsyncFor) -> bool:
     """Whether a loop takes ``x[i : i + size]``."""
-    target = ast.unparse(node.target)
+    target = code_of(node.target)
     for part in walk(node):
-        if isinstance(part, ast.Slice) and part.lower and part.upper and ast.unparse(part.lower) == target:
-            return target in ast.unparse(part.upper)
+        if isinstance(part, ast.Slice) and part.lower and part.upper and code_of(part.lower) == target:
+            return target in code_of(part.upper)
     return False
 
 

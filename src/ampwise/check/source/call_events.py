@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 
 from ampwise.check.source.events import Branch, BranchGuard, EventBlock, EventContext, EventKind, Node, SourceEvent
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.guards import guards_of
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
+from ampwise.check.source.names import arguments_given, code_of, dotted_text, last_name, method_called
 from ampwise.check.source.outline import ClassOutline
 from ampwise.check.source.torch_names import CLIPS, MODEL_NAME, OPTIMIZER, SCALER, SCHEDULER, role_of_name
 from ampwise.check.source.tree_walk import walk
@@ -76,7 +77,7 @@ class EventRecogniser:
         found = special(self, node, context) if special is not None else None
         if found is not None:
             return found
-        if CLIP_NAME.match(name):
+        if "clip" in name and CLIP_NAME.match(name):
             return _clip(node, name, context)
         if self._measures_gradients(node, name, context.frame):
             return [SourceEvent(EventKind.GRAD_READ, node, context)], False
@@ -99,7 +100,7 @@ class EventRecogniser:
             given = node.args[0].func if isinstance(node.args[0], ast.Call) else node.args[0]
             if isinstance(given, ast.Attribute) and given.attr in ("parameters", "named_parameters"):
                 given = given.value
-            is_divided = any(MULTIPLIED_BY_SCALE.search(ast.unparse(part)) for part in arguments_given(node))
+            is_divided = any(MULTIPLIED_BY_SCALE.search(code_of(part)) for part in arguments_given(node))
             return _is_model(given, frame) and not is_divided
         if name not in READS or not isinstance(node.func, ast.Attribute):
             return False
@@ -108,6 +109,8 @@ class EventRecogniser:
     def unknown(self, node: ast.Call, context: EventContext) -> list[Node]:
         """Return the event of a call that cannot be followed; there is one if it gets a scaler or an optimizer."""
         frame = context.frame
+        if _name_of(node.func, frame) in HARMLESS:
+            return []
         keys: list[str] = []
         roles = set()
         for argument in arguments_given(node):
@@ -116,7 +119,7 @@ class EventRecogniser:
                 roles.add(role)
                 key = frame.key(argument)
                 keys += [key] if key is not None else []
-        if not keys or _name_of(node.func, frame) in HARMLESS:
+        if not keys:
             return []
         if roles == {OPTIMIZER} and frame.role_of_call(node) is not None:
             return []  # it makes a scheduler, or wraps the optimizer
@@ -286,9 +289,7 @@ def _clip(node: ast.Call, name: str, context: EventContext) -> Recognised:
     owner = last_name(receiver) if receiver is not None else ""
     if name not in CLIPS and frame.callee(node) is not None:
         return [], True  # a helper whose code can be followed
-    if FRAMEWORK_NAME.search(owner) or any(
-        MULTIPLIED_BY_SCALE.search(ast.unparse(part)) for part in arguments_given(node)
-    ):
+    if FRAMEWORK_NAME.search(owner) or any(MULTIPLIED_BY_SCALE.search(code_of(part)) for part in arguments_given(node)):
         return _hidden(node, context), False  # it may unscale, or its limit is multiplied by the scale
     if name not in CLIPS and (owner == "self" or frame.role(receiver or node) is not None):
         return _hidden(node, context), False
@@ -310,10 +311,14 @@ def _scaled_by(node: ast.expr, frame: Frame) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=4096)
+def _names_model(name: str) -> bool:
+    return MODEL_NAME.search(name) is not None and not TENSOR_NAME.search(name)
+
+
 def _is_model(node: ast.expr, frame: Frame) -> bool:
     name = (dotted_text(node) or "").removesuffix(".module")
-    last = name.rpartition(".")[2]
-    named = name in frame.outline.models or (MODEL_NAME.search(last) is not None and not TENSOR_NAME.search(last))
+    named = name in frame.outline.models or _names_model(name.rpartition(".")[2])
     if not named or name in ("", "self") or frame.role(node) is not None:
         return False
     return frame.qualified(node) is None and not isinstance(frame.definition(node), ClassOutline)
@@ -339,7 +344,7 @@ def _is_from_list(node: ast.expr, frame: Frame) -> bool:
 
 def _scaled_in_place(node: ast.expr, factor: ast.expr, context: EventContext) -> list[Node]:
     """Return the event of gradients that the script multiplies or divides: by the loss scale, or by a norm to clip."""
-    text = ast.unparse(factor)
+    text = code_of(factor)
     if SCALING_FACTOR.search(text):
         return [SourceEvent(EventKind.UNSCALE, node, context, key=ANYTHING, other=ANYTHING)]
     if CLIPPING_FACTOR.search(text):

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ampwise.check.source.frame import Frame, once_per_argument
-from ampwise.check.source.names import dotted_text
+from ampwise.check.source.names import code_of, dotted_text
 from ampwise.check.source.outline import Binding, ClassOutline, FileOutline, FunctionOutline
 from ampwise.check.source.torch_names import DTYPES, GRAD_SCALERS, SPELLINGS
-from ampwise.check.source.tree_walk import walk
 
 MOST_CASES = 24  # an expression with more is treated as unknown
 DEEPEST = 8  # calls followed into functions
@@ -60,8 +59,7 @@ class Made:
     frame: Frame
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(NamedTuple):
     """What an option must be: one of some values, or none of them."""
 
     among: frozenset[Any] | None = None
@@ -103,6 +101,9 @@ def joined(*all_of: Conditions) -> Conditions | None:
     """Return conditions that hold together; None if they never do."""
     found: Conditions = {}
     for conditions in all_of:
+        if not found:
+            found = dict(conditions)
+            continue
         for name, limit in conditions.items():
             both = limit.both(found[name]) if name in found else limit
             if both is None:
@@ -133,7 +134,7 @@ def _cases(frame: Frame, node: ast.expr) -> list[Case] | None:
 def cases_of(frame: Frame, node: ast.expr) -> list[Case]:
     """Return what an expression may be, each with its conditions."""
     found = _cases(frame, node)
-    return [Case(Option(ast.unparse(node)), ALWAYS)] if found is None else found
+    return [Case(Option(code_of(node)), ALWAYS)] if found is None else found
 
 
 def truth_of(frame: Frame, test: ast.expr) -> tuple[list[Conditions], list[Conditions]]:
@@ -154,7 +155,7 @@ def _truth(case: Case) -> tuple[list[Conditions], list[Conditions]]:
     if isinstance(value, Made):
         if _is_object(value):
             return [case.given], []
-        value = Option(ast.unparse(value.node))
+        value = Option(code_of(value.node))
     holds = joined(case.given, {value.name: Limit(without=FALSE)})
     fails = joined(case.given, {value.name: Limit(FALSE)})
     return ([] if holds is None else [holds]), ([] if fails is None else [fails])
@@ -284,7 +285,7 @@ def _find_cases(frame: Frame, node: ast.expr) -> Iterator[Case]:
     elif isinstance(node, ast.NamedExpr):
         yield from cases_of(frame, node.value)
     elif isinstance(node, ast.BinOp | ast.JoinedStr | ast.UnaryOp):
-        yield Case(Option(ast.unparse(node)), ALWAYS)
+        yield Case(Option(code_of(node)), ALWAYS)
     else:
         yield Case(Made(node, frame), ALWAYS)
 
@@ -315,7 +316,7 @@ def _cases_of_comparison(frame: Frame, node: ast.Compare) -> Iterator[Case]:
     operator, right = node.ops[0], node.comparators[0]
     is_membership = isinstance(operator, ast.In | ast.NotIn)
     if len(node.ops) > 1 or not (is_membership or isinstance(operator, ast.Eq | ast.NotEq | ast.Is | ast.IsNot)):
-        yield Case(Option(ast.unparse(node)), ALWAYS)
+        yield Case(Option(code_of(node)), ALWAYS)
         return
     equal = isinstance(operator, ast.Eq | ast.Is | ast.In)
     if isinstance(node.left, ast.Name) and node.left.id == "__name__":
@@ -350,7 +351,7 @@ def _limited(frame: Frame, case: Case, members: frozenset[Any], equal: bool) -> 
     """Yield whether a value is one of the members."""
     value = case.value
     if isinstance(value, Made) and not _is_object(value):
-        value = Option(ast.unparse(value.node))
+        value = Option(code_of(value.node))
     if isinstance(value, Known):
         yield Case(Known((value.value in members) == equal), case.given)
     elif isinstance(value, Option):
@@ -400,7 +401,7 @@ def _looked_up(
             if -len(table.elts) <= key.value < len(table.elts):
                 yield from _where(cases_of(home, table.elts[key.value]), [held.given])
         else:
-            yield Case(Option(f"{_name_of(frame, holder)}[{ast.unparse(key)}]"), held.given)
+            yield Case(Option(f"{_name_of(frame, holder)}[{code_of(key)}]"), held.given)
 
 
 def as_display(node: ast.expr) -> ast.expr:
@@ -423,7 +424,7 @@ def _entries(frame: Frame, key: ast.expr, table: ast.Dict, home: Frame, default:
             elif default is not None:
                 yield from _where(cases_of(frame, default), [case.given])
             continue
-        name = case.value.name if isinstance(case.value, Option) else ast.unparse(key)
+        name = case.value.name if isinstance(case.value, Option) else code_of(key)
         choices = choices_of(frame.outline).get(name.rpartition(".")[2])
         for literal, value in zip(literals, table.values, strict=True):
             if choices and isinstance(literal, str) and literal not in choices:
@@ -490,7 +491,7 @@ def _cases_of_getattr(frame: Frame, node: ast.Call) -> Iterator[Case]:
         for case in cases_of(frame, key):
             if isinstance(case.value, Known):
                 dtype = DTYPES.get(f"torch.{case.value.value}")
-                yield Case(Known(Dtype(dtype)) if dtype else Option(ast.unparse(node)), case.given)
+                yield Case(Known(Dtype(dtype)) if dtype else Option(code_of(node)), case.given)
             elif isinstance(case.value, Option):
                 option = case.value.name
                 choices = choices_of(frame.outline).get(option.rpartition(".")[2], HALF_AND_FULL)
@@ -500,12 +501,12 @@ def _cases_of_getattr(frame: Frame, node: ast.Call) -> Iterator[Case]:
                     if given is not None and dtype is not None:
                         yield Case(Known(Dtype(dtype)), given)
             else:
-                yield Case(Option(ast.unparse(node)), case.given)
+                yield Case(Option(code_of(node)), case.given)
     elif isinstance(key, ast.Constant) and isinstance(key.value, str) and isinstance(holder, ast.Name | ast.Attribute):
         attribute = ast.copy_location(ast.Attribute(holder, key.value, ast.Load()), node)
         yield from _cases_of_attribute(frame, attribute)
     else:
-        yield Case(Option(ast.unparse(node)), ALWAYS)
+        yield Case(Option(code_of(node)), ALWAYS)
 
 
 def _returned(inside: Frame) -> Iterator[Case]:
@@ -551,7 +552,7 @@ def _name_of(frame: Frame, node: ast.expr) -> str:
         options = {case.value.name for case in cases_of(frame, node) if isinstance(case.value, Option)}
         if len(options) == 1:
             return next(iter(options))
-    return ast.unparse(node)
+    return code_of(node)
 
 
 def _cases_of_name(frame: Frame, node: ast.Name) -> Iterable[Case]:
@@ -699,7 +700,7 @@ def choices_of(outline: FileOutline) -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     if "add_argument" not in outline.script.text:
         return found
-    for node in walk(outline.script.tree):
+    for node in outline.script.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
             names = [part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str)]
             words = {word.arg: word.value for word in node.keywords}

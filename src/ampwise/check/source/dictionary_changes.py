@@ -8,9 +8,8 @@ import re
 from collections.abc import Iterable
 
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import arguments_given, dotted_text
+from ampwise.check.source.names import arguments_given, code_of, dotted_text
 from ampwise.check.source.outline import FileOutline
-from ampwise.check.source.tree_walk import walk
 
 KEEPS = LazyPattern(r"^_?(register|add|attach|set|include|track|init|setup|prepare)", re.IGNORECASE)
 
@@ -22,7 +21,7 @@ Change = tuple[str, str, ast.expr]
 
 def key_text(key: ast.expr) -> str:
     """Return a key as text; a computed one in brackets."""
-    return str(key.value) if isinstance(key, ast.Constant) else f"[{ast.unparse(key)}]"
+    return str(key.value) if isinstance(key, ast.Constant) else f"[{code_of(key)}]"
 
 
 def changes_of(name: str, scope: ast.AST, outline: FileOutline) -> list[Change]:
@@ -37,7 +36,7 @@ def changes_of(name: str, scope: ast.AST, outline: FileOutline) -> list[Change]:
 @functools.lru_cache(maxsize=4)  # a file may save several times
 def _all_changes(outline: FileOutline) -> dict[str, list[Change]]:
     found: dict[str, list[Change]] = {}
-    for part in walk(outline.script.tree):
+    for part in outline.script.nodes:
         if isinstance(part, ast.Call):
             changes = _changes_by_call(part)
         elif isinstance(part, ast.Assign):

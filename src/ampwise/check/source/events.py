@@ -35,7 +35,7 @@ class EventKind:
     OPAQUE = "opaque"  # a function we cannot follow gets a scaler or an optimizer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # `frozen` would make it slow: there is one for each test in each context
 class BranchGuard:
     """Condition of an ``if``, and whether it holds in this branch."""
 

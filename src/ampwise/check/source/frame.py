@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ampwise.check.source.constructors import find_constructors
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import dotted_text, last_name
+from ampwise.check.source.names import code_of, dotted_text, last_name
 from ampwise.check.source.outline import Binding, ClassOutline, FunctionOutline
 from ampwise.check.source.torch_names import (
     AUTOCASTS,
@@ -68,8 +68,57 @@ def once_per_argument(find: Callable[[Frame, Given], Found | None]) -> Callable[
     return find_once
 
 
+def place_of(node: ast.expr) -> ast.expr | str:
+    """Return what identifies a node in its frame: all occurrences of a name, or of `self.name`, are one object."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{node.value.id}.{node.attr}"
+    return node
+
+
+def once_per_function(
+    find: Callable[[Frame, Given], Found | None], place: Callable[[Any], object] = place_of
+) -> Callable[[Frame, Given], Found | None]:
+    """Call a method once for all frames of a function, or once per frame if its result depends on the frame's caller.
+
+    The result must not hold a frame. While it is computed it is None, which ends cycles.
+    """
+
+    @functools.wraps(find)
+    def find_once(self: Frame, given: Given) -> Found | None:
+        results = self._results.get(find)
+        if results is None:
+            shared = self.function.results.setdefault((find, self.instance_of), {})
+            results = self._results[find] = (shared, {})
+        found: Found | None
+        shared, own = results
+        where = place(given)
+        if where in shared:
+            found = shared[where]
+        elif where in own:
+            Frame.caller_asked += 1
+            found = own[where]
+        else:
+            asked, own[where] = Frame.caller_asked, None
+            found = own[where] = find(self, given)
+            if Frame.caller_asked == asked:
+                shared[where] = found
+        return found
+
+    return find_once
+
+
+def once_per_node(find: Callable[[Frame, Given], Found | None]) -> Callable[[Frame, Given], Found | None]:
+    """Call as ``once_per_function``, but for each occurrence of a name, or for what is not a node."""
+    return once_per_function(find, place=lambda given: given)
+
+
 class Frame:
     """One function in one calling context."""
+
+    # How often a result depended on the caller of a frame, or was asked for while it was computed.
+    caller_asked = 0
 
     def __init__(
         self,
@@ -86,7 +135,9 @@ class Frame:
         self.instance_of: ClassOutline | None
         self.instance_of = instance_of or function.owner or (None if caller is None else caller.instance_of)
         self._values: dict[ast.expr | str, list[PossibleValue]] = {}  # an empty list: the node itself
+        self._depend_on_caller: set[ast.expr | str] = set()  # keys of ``_values``
         self._known: dict[object, dict[Any, Any]] = collections.defaultdict(dict)  # results of ``once_per_argument``
+        self._results: dict[object, tuple[dict[Any, Any], dict[Any, Any]]] = {}  # of ``once_per_function``
 
     def callers(self) -> list[Frame]:
         """Return this frame and its callers, innermost first."""
@@ -95,7 +146,7 @@ class Frame:
             frames.append(frames[-1].caller)
         return frames
 
-    @once_per_argument
+    @once_per_function
     def qualified(self, node: ast.expr) -> str | None:
         """Return the full name of what ``node`` refers to, through imports and ``autocast = torch.autocast``."""
         found = self._unshadowed(node)
@@ -119,7 +170,7 @@ class Frame:
 
     # -- identity -----------------------------------------------------------------------------------------
 
-    @once_per_argument
+    @once_per_function
     def key(self, node: ast.expr) -> str | None:
         """Return a key for the object that ``node`` refers to, the same under all of its names."""
         if isinstance(node, ast.Name):
@@ -127,7 +178,7 @@ class Frame:
         if isinstance(node, ast.Attribute):
             return self.key(node.value) if node.attr in TRANSPARENT else self._key_of_attribute(node)
         base = self.key(node.value) if isinstance(node, ast.Subscript) else None
-        return f"{base}[{ast.unparse(node.slice)}]" if base and isinstance(node, ast.Subscript) else base
+        return f"{base}[{code_of(node.slice)}]" if base and isinstance(node, ast.Subscript) else base
 
     def _key_of_name(self, name: str) -> str | None:
         home = self._home(name)
@@ -136,6 +187,8 @@ class Frame:
         frame, function = home
         bindings = function.bindings.get(name, ())
         found = None
+        if name in function.params:
+            Frame.caller_asked += 1
         if name in frame.arguments and frame.caller is not None and not bindings:
             found = frame.caller.key(frame.arguments[name])
         if found is None and name not in function.params and len(bindings) == 1:
@@ -153,13 +206,13 @@ class Frame:
         found = self.key(alias) if isinstance(alias, ast.Attribute) else None
         return found or f"{owner.outline.path}:{owner.name}.self.{node.attr}"
 
-    @once_per_argument
     def _home(self, name: str) -> tuple[Frame, FunctionOutline] | None:
         """Return the scope that defines ``name``, with its frame, which is a caller's if there is one."""
         function = self.function.home_of(name)
-        if function is None:
-            return None
-        frame: Frame | None = self
+        if function is None or function is self.function:
+            return (self, function) if function is not None else None
+        Frame.caller_asked += function.parent is not None
+        frame = self.caller
         while frame is not None and frame.function is not function:
             frame = frame.caller
         return (frame or self.lookup.frame(function, self.instance_of)), function
@@ -168,15 +221,12 @@ class Frame:
 
     def values(self, node: ast.expr) -> list[PossibleValue]:
         """Return the expressions that ``node`` may hold, with names replaced by what was assigned to them."""
-        # All occurrences of a name hold the same values, and so do those of `self.name`.
-        place: ast.expr | str = node
-        if isinstance(node, ast.Name):
-            place = node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            place = f"{node.value.id}.{node.attr}"
+        place = place_of(node)
         known = self._values.get(place)
         if known is None:
             unknown = self._values[place] = [PossibleValue(None, self)]
+            self._depend_on_caller.add(place)
+            asked = Frame.caller_asked
             if isinstance(node, ast.Name):
                 known = self._values_of_name(node)
             elif isinstance(node, ast.Attribute):
@@ -189,6 +239,10 @@ class Frame:
                 known = [PossibleValue(node, self)]
             known = known if len(known) <= MOST_VALUES else unknown
             self._values[place] = [] if len(known) == 1 and known[0].node is node else known
+            if Frame.caller_asked == asked:
+                self._depend_on_caller.remove(place)
+        elif place in self._depend_on_caller:
+            Frame.caller_asked += 1
         return known or [PossibleValue(node, self)]
 
     def makers(self, node: ast.expr) -> set[str | None]:
@@ -208,6 +262,7 @@ class Frame:
         return found
 
     def _values_of_parameter(self, name: str) -> list[PossibleValue]:
+        Frame.caller_asked += 1
         if name in self.arguments and self.caller is not None:
             return self.caller.values(self.arguments[name])
         unknown, default = PossibleValue(None, self), self.function.defaults.get(name)
@@ -250,26 +305,16 @@ class Frame:
                     return self.instance_of if self.instance_of is not None else function.owner
         return self._class_made(node)
 
+    @once_per_function
     def _class_made(self, node: ast.expr) -> ClassOutline | None:
         """Return the class whose constructor made an object."""
-        if isinstance(node, ast.Name):
-            place: ast.expr | str = node.id
-        elif isinstance(node, ast.Attribute):
-            place = f"{node.value.id}.{node.attr}" if isinstance(node.value, ast.Name) else node
-        elif isinstance(node, ast.Call):
-            place = node
-        else:
-            return None
-        known = self._known[Frame._class_made]
-        if place not in known:
-            known[place] = None
-            for maker, frame in find_constructors(node, self):
-                made = frame.definition(maker.func) if isinstance(maker, ast.Call) else None
-                if isinstance(made, ClassOutline):
-                    known[place] = made
-                    break
-        found: ClassOutline | None = known[place]
-        return found
+        for maker, frame in (
+            find_constructors(node, self) if isinstance(node, ast.Name | ast.Attribute | ast.Call) else ()
+        ):
+            made = frame.definition(maker.func) if isinstance(maker, ast.Call) else None
+            if isinstance(made, ClassOutline):
+                return made
+        return None
 
     def ancestry(self, owner: ClassOutline) -> list[ClassOutline]:
         """Return a class and its bases, as far as checked files define them."""
@@ -290,10 +335,10 @@ class Frame:
 
     def definition(self, node: ast.expr) -> FunctionOutline | ClassOutline | None:
         """Return the function or class that a name refers to, if a checked file defines it."""
-        known = self.function.definitions  # the same for all callers
-        if node not in known:
-            known[node] = self._find_definition(node)
-        return known[node]
+        known, place = self.function.definitions, place_of(node)  # the same for all callers
+        if place not in known:
+            known[place] = self._find_definition(node)
+        return known[place]
 
     def _find_definition(self, node: ast.expr) -> FunctionOutline | ClassOutline | None:
         if isinstance(node, ast.Name):
@@ -310,7 +355,7 @@ class Frame:
         qualified = self.outline.imports.qualified(node)
         return self.lookup.find(qualified, self.outline) if qualified else None
 
-    @once_per_argument
+    @once_per_function
     def callee(self, call: ast.Call) -> Callee | None:
         """Return the function that a call runs, and the class of its ``self``; None if no checked file defines it."""
         func = call.func
@@ -329,15 +374,18 @@ class Frame:
             found = self.method(owner, func.attr) if owner else None
             if found is not None:
                 return found, owner
+        held = self.values(func) if isinstance(func, ast.Name | ast.Attribute) else []
+        if len(held) == 1 and held[0].node is func:
+            return None
         # loss_scaler(loss, optimizer), if loss_scaler is a callable object
         cls = self._class_made(func)
         found = (self.method(cls, "__call__") or self.method(cls, "forward")) if cls else None
         if found is not None:
             return found, cls
-        for value, frame in self.values(func) if isinstance(func, ast.Name | ast.Attribute) else ():
-            held = frame._function_held(value) if value is not func else None
-            if held is not None:
-                return held
+        for value, frame in held:
+            function = frame._function_held(value) if value is not func else None
+            if function is not None:
+                return function
         return None
 
     def _function_held(self, node: ast.expr | None, depth: int = 0) -> Callee | None:
@@ -382,7 +430,7 @@ class Frame:
 
     # -- roles --------------------------------------------------------------------------------------------
 
-    @once_per_argument
+    @once_per_node  # a comprehension's variable is known by its place
     def role(self, node: ast.expr) -> str | None:
         """Return scaler, optimizer, scheduler or None: by the object's constructor, else by its name."""
         keys = []
@@ -424,6 +472,7 @@ class Frame:
             outer = self.outline.script.parents.get(outer)
         return None
 
+    @once_per_function
     def role_of_call(self, call: ast.Call) -> str | None:
         """Return the role of what a call makes; "" if certainly none, None if unknown."""
         # The dotted path counts only for imports, not for attributes such as `optimizer.zero_grad`.

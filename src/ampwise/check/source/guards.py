@@ -5,22 +5,33 @@ from __future__ import annotations
 import ast
 
 from ampwise.check.source.events import BranchGuard
-from ampwise.check.source.frame import Frame
-from ampwise.check.source.names import dotted_text
+from ampwise.check.source.frame import Frame, once_per_node
+from ampwise.check.source.names import code_of, dotted_text
 
 Guards = tuple[BranchGuard, ...]
 NEGATED = {ast.NotEq: ast.Eq, ast.IsNot: ast.Is, ast.NotIn: ast.In}
 FOLLOW = 3  # times that a name is followed to the test it holds
 
 
-def guards_of(test: ast.expr, frame: Frame, depth: int = 0) -> tuple[Guards, Guards]:
+def guards_of(test: ast.expr, frame: Frame) -> tuple[Guards, Guards]:
     """Return the guards where ``test`` holds, and those where it does not.
 
     Where ``A and B`` holds, both hold; where it fails, only the failure of the whole is known. ``A or B`` is the other
     way round. A test for the last of n micro-batches is one guard, also with ``... or last_batch``.
     """
+    found = _guards_of(frame, test)
+    assert found is not None
+    return found
+
+
+@once_per_node
+def _guards_of(frame: Frame, test: ast.expr) -> tuple[Guards, Guards]:
+    return _find_guards(test, frame, 0)
+
+
+def _find_guards(test: ast.expr, frame: Frame, depth: int) -> tuple[Guards, Guards]:
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return guards_of(test.operand, frame, depth)[::-1]
+        return _find_guards(test.operand, frame, depth)[::-1]
     boundary = _boundary(test)
     if boundary is not None:
         return boundary
@@ -29,14 +40,14 @@ def guards_of(test: ast.expr, frame: Frame, depth: int = 0) -> tuple[Guards, Gua
         values = frame.values(test)
         node, home = values[0] if len(values) == 1 else (None, frame)
         if isinstance(node, ast.Call) and dotted_text(node.func) == "bool" and len(node.args) == 1:
-            return guards_of(node.args[0], home, depth + 1)
+            return _find_guards(node.args[0], home, depth + 1)
         if isinstance(node, ast.Compare | ast.BoolOp | ast.UnaryOp):
-            return guards_of(node, home, depth + 1)
+            return _find_guards(node, home, depth + 1)
     text, positive = _normal(test, frame)
     holds: Guards = (BranchGuard(text, positive, test=test, frame=frame),)
     fails: Guards = (BranchGuard(text, not positive, test=test, frame=frame),)
     if isinstance(test, ast.BoolOp):
-        parts = [guards_of(part, frame, depth) for part in test.values]
+        parts = [_find_guards(part, frame, depth) for part in test.values]
         if isinstance(test.op, ast.And):
             holds = (*[guard for held, _ in parts for guard in held], *holds)
         else:
@@ -51,16 +62,16 @@ def _normal(test: ast.expr, frame: Frame) -> tuple[str, bool]:
     scheduler or a clipping norm they are the same condition.
     """
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
-        return f"some({frame.key(test) or ast.unparse(test)})", True
+        return f"some({frame.key(test) or code_of(test)})", True
     operator, right = type(test.ops[0]), test.comparators[0]
-    left = frame.key(test.left) or ast.unparse(test.left)
+    left = frame.key(test.left) or code_of(test.left)
     if isinstance(right, ast.Constant) and (right.value is None or right.value in (0, False, "")):
         if operator in (ast.IsNot, ast.NotEq, ast.Gt):
             return f"some({left})", True
         if operator in (ast.Is, ast.Eq):
             return f"some({left})", False
     positive = NEGATED.get(operator, operator)
-    return f"{left} {positive.__name__} {frame.key(right) or ast.unparse(right)}", operator not in NEGATED
+    return f"{left} {positive.__name__} {frame.key(right) or code_of(right)}", operator not in NEGATED
 
 
 def _boundary(test: ast.expr) -> tuple[Guards, Guards] | None:
@@ -87,7 +98,7 @@ def _boundary(test: ast.expr) -> tuple[Guards, Guards] | None:
         at_end = isinstance(test.ops[0], ast.Eq | ast.Is)
     if modulo is None:
         return None
-    size = ast.unparse(modulo.right)
+    size = code_of(modulo.right)
     at = BranchGuard(f"boundary({size})", True, boundary=size, test=test)
     off = BranchGuard(f"boundary({size})", False, boundary=size, test=test)
     return ((at,), (off,)) if at_end else ((off,), (at,))

@@ -13,7 +13,7 @@ from ampwise.check.source.accumulation import ACCUMULATES, AccumulationWindow
 from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
+from ampwise.check.source.names import arguments_given, code_of, dotted_text, last_name, method_called
 from ampwise.check.source.outline import Binding, FunctionOutline
 from ampwise.check.source.tree_walk import walk
 
@@ -59,10 +59,10 @@ class LossNormalisation:
 
     def __init__(self, window: AccumulationWindow) -> None:
         self.window = window
-        self.size = ast.unparse(window.size) if window.size is not None else ""
+        self.size = code_of(window.size) if window.size is not None else ""
         frame = window.steps[0].frame
         sizes = [value.node for value in frame.values(window.size)] if window.size is not None else []
-        self.is_nominal = any(node is not None and NOMINAL.search(ast.unparse(node)) for node in sizes)
+        self.is_nominal = any(node is not None and NOMINAL.search(code_of(node)) for node in sizes)
         self._known: dict[SourceEvent, bool] = {}
         self._elsewhere: dict[FunctionOutline, bool] = {}
         self.functions: dict[FunctionOutline, bool] = {}  # whether they divide by the size
@@ -91,7 +91,7 @@ class LossNormalisation:
     def _divides_elsewhere(self, function: FunctionOutline) -> bool:
         """Whether gradients, the learning rate or a loss in a container are divided, or the loss is called a sum."""
         for division in _divisions_of_steps(function.outline.script.tree):
-            by = ast.unparse(division.divisor)
+            by = code_of(division.divisor)
             if self.is_named_in(by) or (_is_gradient(division.target) and not OTHER_DIVISOR.search(by)):
                 return True
         if isinstance(function.node, ast.Module):
@@ -101,7 +101,7 @@ class LossNormalisation:
         for division in _divisions(function.node):
             # A plain name is another loss, or one that _Flow follows.
             if isinstance(division.target, ast.Subscript | ast.Attribute):
-                text = ast.unparse(division.target)
+                text = code_of(division.target)
                 if "loss" in text.lower() and ".item()" not in text and self.says_size(division.divisor):
                     return True
         return False
@@ -112,7 +112,7 @@ class LossNormalisation:
 
     def says_size(self, node: ast.expr) -> bool:
         """Whether an expression names the size of the window, or says that it is about accumulation."""
-        text = ast.unparse(node)
+        text = code_of(node)
         return self.is_named_in(text) or ACCUMULATES.search(text) is not None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 
 # Star imports whose names are known; those of other modules are not.
@@ -72,6 +73,12 @@ def dotted_text(node: ast.AST) -> str | None:
     if not isinstance(node, ast.Name):
         return None
     return ".".join([node.id, *reversed(parts)])
+
+
+@functools.lru_cache(maxsize=10_000)  # the same few tests and arguments, again in each context
+def code_of(node: ast.AST) -> str:
+    """Return the code of a node in its normal form, as ``ast.unparse``."""
+    return ast.unparse(node)
 
 
 def last_name(node: ast.expr) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import Imports
@@ -47,7 +49,8 @@ class FunctionOutline:
         self.bindings: dict[str, list[Binding]] = {}
         self.returns: list[ast.expr | None] = []
         self.functions: dict[str, FunctionOutline] = {}
-        self.definitions: dict[ast.expr, FunctionOutline | ClassOutline | None] = {}  # names resolved so far
+        self.definitions: dict[ast.expr | str, FunctionOutline | ClassOutline | None] = {}  # names resolved so far
+        self.results: dict[object, dict[Any, Any]] = {}  # of ``frame.once_per_function``
         self.outside: set[str] = set()  # declared global or nonlocal
         self.names_called: set[str] | None = None  # computed on demand
         self.self_name: str | None = None  # of the instance in a method; None in functions and static methods
@@ -74,7 +77,7 @@ class FunctionOutline:
             static = [node for node in self.decorators if isinstance(node, ast.Name) and node.id == "staticmethod"]
             self.self_name = None if static else self.params[0]
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """Source of the function with its decorators; the whole file for the module."""
         first, last = self.lines

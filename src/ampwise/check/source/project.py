@@ -75,6 +75,7 @@ class Project:
         self._imports: dict[str, list[tuple[str, set[str]]]] = {}  # of files that train
         self._imported_files = self._imported_characters = 0
         self.notes: dict[str, None] = {}  # messages about what was not analysed, and why
+        self.limits: dict[str, None] = {}  # the same, because it was too much
 
     def with_text(self, path: str, text: str) -> Project:
         """Return the project with another text of one file; what this does not affect is shared."""
@@ -196,7 +197,7 @@ class Project:
         characters = self._imported_characters + len(text or "")
         if self._imported_files >= MOST_IMPORTED or characters > MOST_IMPORTED_CHARACTERS:
             read = "1 imported file was" if self._imported_files == 1 else f"{self._imported_files} imported files were"
-            self.notes[f"{path}: import not followed: {read} already read, which is the limit"] = None
+            self.limits[f"{path}: import not followed: {read} already read, which is the limit"] = None
             return False
         self._imported_files += 1
         self._imported_characters = characters

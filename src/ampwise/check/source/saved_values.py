@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from ampwise.check.source.constructors import find_constructors
 from ampwise.check.source.dictionary_changes import changes_of, key_text
-from ampwise.check.source.frame import Frame
+from ampwise.check.source.frame import Frame, once_per_function, once_per_node
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import arguments_given, dotted_text
+from ampwise.check.source.names import arguments_given, code_of, dotted_text
 from ampwise.check.source.outline import ClassOutline, FileOutline, FunctionOutline
 from ampwise.check.source.torch_names import MODEL_NAME, NOT_A_GRAD_SCALER, OPTIMIZER, SCALER, SCHEDULER, role_of_name
 from ampwise.check.source.tree_walk import walk
@@ -87,7 +87,6 @@ class SavedValueReader:
         self.optimizers: set[str] = set()  # keys of all of them
         self._depth = 0
         self._known: dict[tuple[ast.expr, Frame], Contents] = {}
-        self._holders: dict[tuple[str, Frame], bool] = {}
 
     def place(self, call: ast.expr, frame: Frame) -> tuple[ast.expr, Frame]:
         """Return the node to report, and its frame."""
@@ -119,7 +118,7 @@ class SavedValueReader:
 
     def receiver(self, func: ast.Attribute, frame: Frame) -> Contents:
         """Return what an object that saves itself has: ``state`` in ``state.save_checkpoint(path)``."""
-        if self.holds_scaler(func.value, frame):
+        if holds_scaler(frame, func.value):
             return HAS_SCALER
         makers = find_constructors(func.value, frame) if SAVES_ITSELF.search(func.attr) else []
         for maker, home in makers:
@@ -204,7 +203,7 @@ class SavedValueReader:
             return THE_SCALER if _is_scaler(node, frame) else NOTHING
         if role == SCHEDULER:
             return NOTHING
-        parts = [HAS_SCALER] if self.holds_scaler(node, frame) else []
+        parts = [HAS_SCALER] if holds_scaler(frame, node) else []
         if role == OPTIMIZER and self._is_optimizer(node, frame):
             parts.append(self._optimizer(node, frame))
         held = list(_held(node, frame, line))
@@ -246,35 +245,6 @@ class SavedValueReader:
             return found
         return UNKNOWN
 
-    def holds_scaler(self, node: ast.expr, frame: Frame) -> bool:
-        """Whether an object got the scaler: by its constructor, as an attribute, or by a method as ``register``."""
-        name = dotted_text(node)
-        if name is None:
-            return False
-        if (name, frame) not in self._holders:
-            self._holders[name, frame] = self._got_scaler(node, name, frame)
-        return self._holders[name, frame]
-
-    def _got_scaler(self, node: ast.expr, name: str, frame: Frame) -> bool:
-        owner = frame.class_of(node)
-        if owner is not None and _mentions_scaler(owner):
-            return True
-        for scope in frame.function.scopes:
-            if any(key.startswith(f"{name}.") and role_of_name(key) == SCALER for key in scope.bindings):
-                return True
-        for maker, home in find_constructors(node, frame):
-            if isinstance(maker, ast.Call) and maker is not node and MAKES.search(name_of(maker.func)):
-                given = arguments_given(maker)
-                if any(home.role(part) == SCALER and _is_scaler(part, home) for part in given):
-                    return True
-                owners = [home.class_of(part) for part in given if isinstance(part, ast.Name) and part.id == "self"]
-                if any(owner is not None and _mentions_scaler(owner) for owner in owners):
-                    return True
-        function = frame.function.home_of(name.partition(".")[0]) or frame.function
-        within = function.owner.node if function.owner is not None and "." in name else function.node
-        given = [value for kind, _, value in changes_of(name, within, frame.outline) if kind == "keep"]
-        return any(frame.role(value) == SCALER for value in given)
-
     # -- dictionaries -------------------------------------------------------------------------------------
 
     def _displayed(self, node: ast.expr, frame: Frame, contents: Contents) -> Contents:
@@ -285,7 +255,7 @@ class SavedValueReader:
     def _entry(self, key: str, value: ast.expr, frame: Frame, line: int) -> Contents:
         if isinstance(value, ast.Constant):
             return NOTHING
-        found, text = self.of(value, frame, line), ast.unparse(value)
+        found, text = self.of(value, frame, line), code_of(value)
         if not key.startswith("[") and "state" not in text:  # an unknown number, text or option
             found = found._replace(whole=True)
         owner = value.func.value if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) else value
@@ -336,17 +306,8 @@ class SavedValueReader:
                     yield self._entry(key, value, home_frame, value.lineno)
                 elif kind == "merge":
                     yield self._merged(value, home_frame, value.lineno)
-                elif kind == "pass" and isinstance(value, ast.Call) and self._may_add(value, name, home_frame):
+                elif kind == "pass" and isinstance(value, ast.Call) and _may_add(home_frame, (value, name)):
                     yield UNKNOWN
-
-    def _may_add(self, call: ast.Call, name: str, frame: Frame) -> bool:
-        """Whether a function that gets a dictionary may add the scaler to it."""
-        if any(frame.role(part) == SCALER for part in arguments_given(call) if dotted_text(part) != name):
-            return True
-        target = frame.callee(call)
-        if target is not None:
-            return "caler" in target[0].text
-        return isinstance(call.func, ast.Attribute) and self.holds_scaler(call.func.value, frame)
 
     # -- calls --------------------------------------------------------------------------------------------
 
@@ -355,13 +316,13 @@ class SavedValueReader:
         if name in ("locals", "globals") or frame.qualified(func) == "torch.load":
             return UNKNOWN
         if name == "getattr" and len(given) > 1:
-            is_open = self.holds_scaler(given[0], frame) and not isinstance(given[1], ast.Constant)
+            is_open = holds_scaler(frame, given[0]) and not isinstance(given[1], ast.Constant)
             return UNKNOWN if is_open else NOTHING
         if WRITES.search(name):
             return NOTHING  # best = save_experiment(model, optimizer, best): a path or a score
         target = frame.callee(call)
         is_followed = target is not None and target[0].name != "__init__"
-        if not is_followed and any(isinstance(part, ast.Name) and self.holds_scaler(part, frame) for part in given):
+        if not is_followed and any(isinstance(part, ast.Name) and holds_scaler(frame, part) for part in given):
             return UNKNOWN
         if isinstance(func, ast.Attribute):
             role = frame.role(func.value)
@@ -395,10 +356,10 @@ class SavedValueReader:
         if role == SCALER:
             return THE_SCALER if _is_scaler(node, frame) else NOTHING
         if role == OPTIMIZER:
-            return self._optimizer(node, frame)._replace(scaler=self.holds_scaler(node, frame))
+            return self._optimizer(node, frame)._replace(scaler=bool(holds_scaler(frame, node)))
         if role == SCHEDULER or not isinstance(node, ast.Name | ast.Attribute):
             return NOTHING
-        if self.holds_scaler(node, frame) and not _is_module(node, frame):
+        if holds_scaler(frame, node) and not _is_module(node, frame):
             return HAS_SCALER
         held = [(value, home, at) for value, home, at in _held(node, frame, line) if isinstance(node, ast.Name)]
         parts = [self._elements(loop.iter, home, at) for loop, home, at in held if isinstance(loop, ast.For)]
@@ -414,6 +375,44 @@ class SavedValueReader:
             return UNKNOWN
         returns = [part for part in walk(function.node) if isinstance(part, ast.Return)]
         return together([self.of(part.value, inside, part.lineno) for part in returns if part.value is not None])
+
+
+@once_per_function
+def holds_scaler(frame: Frame, node: ast.expr) -> bool:
+    """Whether an object got the scaler: by its constructor, as an attribute, or by a method as ``register``."""
+    name = dotted_text(node)
+    if name is None:
+        return False
+    owner = frame.class_of(node)
+    if owner is not None and _mentions_scaler(owner):
+        return True
+    for scope in frame.function.scopes:
+        if any(key.startswith(f"{name}.") and role_of_name(key) == SCALER for key in scope.bindings):
+            return True
+    for maker, home in find_constructors(node, frame):
+        if isinstance(maker, ast.Call) and maker is not node and MAKES.search(name_of(maker.func)):
+            given = arguments_given(maker)
+            if any(home.role(part) == SCALER and _is_scaler(part, home) for part in given):
+                return True
+            owners = [home.class_of(part) for part in given if isinstance(part, ast.Name) and part.id == "self"]
+            if any(owner is not None and _mentions_scaler(owner) for owner in owners):
+                return True
+    function = frame.function.home_of(name.partition(".")[0]) or frame.function
+    within = function.owner.node if function.owner is not None and "." in name else function.node
+    given = [value for kind, _, value in changes_of(name, within, frame.outline) if kind == "keep"]
+    return any(frame.role(value) == SCALER for value in given)
+
+
+@once_per_node
+def _may_add(frame: Frame, given: tuple[ast.Call, str]) -> bool:
+    """Whether a function that gets a dictionary of this name may add the scaler to it."""
+    call, name = given
+    if any(frame.role(part) == SCALER for part in arguments_given(call) if dotted_text(part) != name):
+        return True
+    target = frame.callee(call)
+    if target is not None:
+        return "caler" in target[0].text
+    return isinstance(call.func, ast.Attribute) and bool(holds_scaler(frame, call.func.value))
 
 
 def _is_container(node: ast.AST) -> bool:
@@ -461,10 +460,7 @@ def _held(node: ast.Name | ast.Attribute, frame: Frame, line: int) -> Iterator[t
 def _is_certain(statement: ast.AST, line: int, frame: Frame) -> bool:
     """Whether a line is in the block of a statement before it: no line between them is indented less."""
     first, column = getattr(statement, "end_lineno", None) or 0, getattr(statement, "col_offset", 0)
-    between = [
-        text for text in frame.outline.script.lines[first:line] if text.strip() and text.lstrip()[0] not in "#)]}"
-    ]
-    return all(len(text) - len(text.lstrip()) >= column for text in between)
+    return min(frame.outline.script.indentation[first:line], default=column) >= column
 
 
 def _is_none(node: ast.expr, frame: Frame) -> bool:
@@ -496,7 +492,7 @@ def _is_module(node: ast.expr, frame: Frame) -> bool:
     """Whether an object is an nn.Module, whose state has its parameters and buffers only."""
     owner = frame.class_of(node)
     return owner is not None and any(
-        "Module" in ast.unparse(base) for cls in frame.ancestry(owner) for base in cls.node.bases
+        "Module" in code_of(base) for cls in frame.ancestry(owner) for base in cls.node.bases
     )
 
 

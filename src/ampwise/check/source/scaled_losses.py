@@ -24,6 +24,7 @@ LOSS = LazyPattern(r"loss(es)?$", re.IGNORECASE)
 GATHERS = frozenset(("append", "extend", "insert", "add_", "mul_"))
 
 
+@functools.lru_cache(maxsize=256)  # asked by several rules, for each mode of a step
 def may_be_scaled(backward: SourceEvent) -> bool:
     """Whether the loss of a plain backward may have been scaled, or comes from code we cannot see."""
     if backward.value is None or not isinstance(backward.node, ast.Call):
@@ -52,7 +53,7 @@ def may_be_scaled(backward: SourceEvent) -> bool:
 
 def _names_in(node: ast.expr) -> Iterator[str]:
     """Yield the names in an expression, and the keys it looks up; not other strings, such as a table of options."""
-    for part in ast.walk(node):
+    for part in walk(node):
         if isinstance(part, ast.Name):
             yield part.id
         elif isinstance(part, ast.Attribute):

@@ -11,6 +11,7 @@ import ast
 import bisect
 import functools
 import itertools
+import math
 import os
 import re
 import stat
@@ -95,14 +96,31 @@ class SourceScript:
         return self.text.split("\n")
 
     @functools.cached_property
-    def parents(self) -> dict[ast.AST, ast.AST]:
-        """Parent of each node of the tree."""
-        return {child: node for node in self.nodes if node.__class__ not in LEAVES for child in children(node)}
+    def indentation(self) -> list[float]:
+        """By how much each line is indented: infinitely if it is blank, a comment or the end of a bracket."""
+        bare = [line.lstrip() for line in self.lines]
+        pairs = zip(self.lines, bare, strict=True)
+        return [len(line) - len(text) if text and text[0] not in "#)]}" else math.inf for line, text in pairs]
 
     @functools.cached_property
-    def nodes(self) -> list[ast.AST]:
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """Parent of each node of the tree but the tree itself, each before those below it."""
+        found: dict[ast.AST, ast.AST] = {}
+        level: list[ast.AST] = [self.tree]
+        while level:
+            below: list[ast.AST] = []
+            for node in level:
+                if node.__class__ not in LEAVES:
+                    inside = children(node)
+                    found |= dict.fromkeys(inside, node)
+                    below += inside
+            level = below
+        return found
+
+    @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
         """All nodes of the tree."""
-        return walk(self.tree)
+        return (self.tree, *self.parents)
 
     def place(self, node: ast.AST) -> Place:
         """Return the place of ``node``, with lines and columns counted from 1."""

@@ -6,6 +6,7 @@ They leave out the nodes that have neither a position nor nodes below them: cont
 from __future__ import annotations
 
 import ast
+import functools
 
 LEAVES = frozenset((ast.Constant, ast.Name, ast.Pass, ast.Break, ast.Continue, ast.alias, ast.Global, ast.Nonlocal))
 _MARKS = (ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
@@ -26,7 +27,8 @@ def children(node: ast.AST) -> list[ast.AST]:
     return found
 
 
-def walk(node: ast.AST) -> list[ast.AST]:
+@functools.lru_cache(maxsize=10_000)  # rules walk the same statements, and each once per context
+def walk(node: ast.AST) -> tuple[ast.AST, ...]:
     """Return a node and all nodes below it, each before those below it.
 
     >>> [type(node).__name__ for node in walk(ast.parse("loss.backward()", mode="eval").body)]
@@ -36,4 +38,4 @@ def walk(node: ast.AST) -> list[ast.AST]:
     for one in found:  # it grows meanwhile
         if one.__class__ not in LEAVES:
             found += children(one)
-    return found
+    return tuple(found)

@@ -23,7 +23,7 @@ from ampwise.check.source.events import (
 )
 from ampwise.check.source.frame import Callee, Frame
 from ampwise.check.source.guards import guards_of
-from ampwise.check.source.names import arguments_given
+from ampwise.check.source.names import arguments_given, code_of
 from ampwise.check.source.outline import FunctionOutline
 from ampwise.check.source.precision import autocast_of, entered
 from ampwise.check.source.tree_walk import children, walk
@@ -185,9 +185,9 @@ class _Walker:
 
     def match(self, node: ast.Match, context: EventContext, block: EventBlock) -> None:
         self.expression(node.subject, context, block)
-        subject = context.frame.key(node.subject) or ast.unparse(node.subject)
+        subject = context.frame.key(node.subject) or code_of(node.subject)
         for case in node.cases:
-            guard = BranchGuard(f"{subject} is {ast.unparse(case.pattern)}", True, test=node.subject)
+            guard = BranchGuard(f"{subject} is {code_of(case.pattern)}", True, test=node.subject)
             branch = Branch((guard,), (BranchGuard(guard.text, False),), EventBlock(), EventBlock())
             self.statements(case.body, _guarded(context, (guard,)), branch.then)
             if branch.then.nodes:
@@ -291,7 +291,7 @@ def _inside(manager: ast.expr, context: EventContext) -> EventContext:
     if autocast is not None:
         return replace(context, autocasts=(*context.autocasts[1 - MOST_AUTOCASTS :], autocast))
     qualified = context.frame.qualified(manager.func if isinstance(manager, ast.Call) else manager)
-    is_switch = qualified == "torch.set_grad_enabled" and ast.unparse(manager).endswith("(False)")
+    is_switch = qualified == "torch.set_grad_enabled" and code_of(manager).endswith("(False)")
     return replace(context, no_grad=True) if is_switch or qualified in NO_GRAD else context
 
 

@@ -38,7 +38,7 @@ NEEDS = ((".backward(",), (".step(",), ("autocast", "caler", "float16", ".half("
 
 # Ways to clear gradients other than a call of ``zero_grad``, whose place is known.
 CLEARS = LazyPattern(
-    r"(reset|clear)_?grads?\b|zero_grad\w|zero_grad\s*=|set_to_none|\.zero_\(|\.grad\s*=(?!=)|grad\.data\s*=|"
+    r"reset_?grads?\b|clear_?grads?\b|zero_grad\w|zero_grad\s*=|set_to_none|\.zero_\(|\.grad\s*=(?!=)|grad\.data\s*=|"
     r"del .*\.grad"
 )
 KEPT = 10  # steps whose gradients were never cleared

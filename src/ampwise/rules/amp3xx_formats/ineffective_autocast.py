@@ -56,7 +56,7 @@ HAS_A_NETWORK = LazyPattern(
 PLAIN_CALLS = UNTOUCHED | KEEPS | TAKES_SINGLE | {"long", "size", "sum", "isnan", "any", "all", "keys", "values"}
 # Half precision that does not come from autocast, or a model that autocasts by itself.
 OTHERWISE = LazyPattern(
-    r"\.(half|bfloat16)\(\)|MixedPrecision|deepspeed|accelerat|fp8|fully_shard|\bapex\b|torch_dtype|set_default_dtype"
+    r"\.(half|bfloat16)\(\)|MixedPrecision|deepspeed|accelerat|fp8|fully_shard|apex\b(?<!\wapex)|torch_dtype|set_default_dtype"
 )
 IN_TIME = LazyPattern(r"epoch|step|iter|warm|batch_?idx|\bi\b|<|>")  # FP32 at the start of training
 STEPS_BACK = 3  # assignments from the argument of a loss back to the forward

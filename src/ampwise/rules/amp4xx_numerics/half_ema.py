@@ -33,9 +33,10 @@ NEEDS = (("ema",), (".half(", "float16"))
 
 EMA = LazyPattern(r"(^|_)ema($|_|\d)", re.IGNORECASE)
 # An average that this file changes; a model that was averaged by another script may be cast.
-UPDATES = LazyPattern(
-    r"\b(update_ema|ema_update|step_ema|update_average|update_moving_average|\w*_ema_update)\(|"
-    r"\bema(_\w+)?(\.\w+)?\.(update|step|update_parameters)\(|\b\w+_ema\.(update|step|update_parameters)\(|\.lerp_\(|"
+UPDATES = LazyPattern(  # each branch begins with a letter, which is fast; so `\b` comes second, as a lookbehind
+    r"update_(?<!\wupdate_)(ema|average|moving_average)\(|ema_update(?<!\wema_update)\(|step_ema(?<!\wstep_ema)\(|"
+    r"_ema_update\(|ema(?<!\wema)(_\w+)?(\.\w+)?\.(update|step|update_parameters)\(|"
+    r"_ema(?<=\w_ema)\.(update|step|update_parameters)\(|\.lerp_\(|"
     r"\.mul_\(\s*(self\.)?(\w*decay|beta|momentum|alpha)\b"
 )
 # Functions that use an average, or a copy of it, for something else than the next update.

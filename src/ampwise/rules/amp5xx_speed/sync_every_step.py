@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.names import code_of
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.relevance import IN_HALF, has_any
 from ampwise.check.source.torch_names import SCALER
@@ -99,14 +100,14 @@ def _for_each_parameter(
                     yield node, node, FOR_EACH
         return
     loop, outer = further[-1].node, further[:-1]
-    in_groups = all(isinstance(one.node, ast.For) and "param_groups" in ast.unparse(one.node.iter) for one in outer)
+    in_groups = all(isinstance(one.node, ast.For) and "param_groups" in code_of(one.node.iter) for one in outer)
     if in_groups and isinstance(loop, ast.For) and _reads_each_parameter(site.node, loop):
         yield site.node, loop, FOR_EACH
 
 
 def _reads_each_parameter(node: ast.AST, loop: ast.For | ast.comprehension) -> bool:
     """Return whether a value of each parameter, or of its gradient, is copied from the GPU."""
-    over = ast.unparse(loop.iter)
+    over = code_of(loop.iter)
     certain = OVER_PARAMETERS.search(over) is not None
     if not certain and not OVER_LIST.search(over):
         return False
