@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampwise.watch import overhead
 from ampwise.watch.watch import Watch
 
 
@@ -107,6 +108,30 @@ def test_gradients_that_the_script_drops_are_explained(error):
         else:
             train(distance, max_norm=1.0)
     assert places(watch) == [("infinite-derivative", line_of("infinite derivative"), 3)]
+
+
+def test_gradients_that_fail_in_a_skipped_step_are_explained(monkeypatch):
+    """Most steps of tiny models are only counted."""
+    monkeypatch.setattr(overhead, "IN_FULL", 2)
+    monkeypatch.setattr(overhead, "TOO_EXPENSIVE", 0.0)
+    torch.manual_seed(0)
+    watch = Watch(timing=False)
+
+    def script():
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(60):
+            output = model(torch.randn(3, 4))
+            loss = distance(output) if step == 50 else output.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            optimizer.step()
+
+    with watch, pytest.raises(RuntimeError, match="non-finite"):
+        script()
+    found = [(name, line) for name, line, _ in places(watch)]
+    assert found == [("infinite-derivative", line_of("infinite derivative"))]
 
 
 def test_anomaly_detection_of_torch_does_not_get_in_the_way():

@@ -108,7 +108,7 @@ def test_a_skipped_step_costs_a_few_calls(expensive):
     plain = calls_of(Training().run(20))
     with Watch(timing=False):
         watched = calls_of(Training().run(20))
-    assert watched - plain <= 28
+    assert watched - plain <= 33
 
 
 def test_a_loss_that_is_not_finite_is_found_at_its_step_and_replayed(expensive):

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ampwise.finding import Finding
 from ampwise.finding.registry import run_checks
@@ -21,11 +20,19 @@ from ampwise.trace.op_inspection import InspectMode, values_of
 from ampwise.trace.ranks import RankGroup
 from ampwise.trace.recorder import RecordedOp, TensorRead, dtype_name, storage_id
 from ampwise.trace.remedies import try_remedies
-from ampwise.trace.replay import RecordedReplay, Replay, ReplaySettings, ReplayStep
+from ampwise.trace.replay import OptimizerPast, RecordedReplay, Replay, ReplaySettings, ReplayStep
 from ampwise.trace.slicing import first_bad_op, is_literal_infinity, slice_back
+from ampwise.trace.torchscript import line_in_script
 from ampwise.trace.value_ranges import local_shard, readable_values
 
-__all__ = ["diagnose", "diagnose_recorded", "explain", "findings_about", "swallowed_infinities"]
+__all__ = [
+    "diagnose",
+    "diagnose_recorded",
+    "explain",
+    "findings_about",
+    "swallowed_in_backward",
+    "swallowed_infinities",
+]
 
 SINGLE_RANK = RankGroup()
 LITERAL_SEARCH_DEPTH = 4  # how many operations back from a zero to search for a literal that rounded to zero
@@ -152,6 +159,18 @@ def swallowed_infinities(replay: Replay, taped: RecordedReplay) -> Iterator[Fail
         )
 
 
+def swallowed_in_backward(replay: Replay, taped: RecordedReplay) -> Failure | None:
+    """Return the first NaN that the backward pass computed, and that reached neither the loss nor a gradient."""
+    made = (op for op in taped.tape.ops if op.phase == "backward" and taped.tape.made(op) == "nan")
+    op = next((each for each in made if not taped.tape.was_given_bad(each)), None)
+    if op is None:
+        return None
+    seen = inspect_ops(replay, [op], backward=True)
+    origin = FailureDiagnosis(replay, taped).origin(op, seen)
+    known = _known(replay.subject, taped.ended.gradients)
+    return known.but(symptom="value", loss=taped.ended.loss, origin=origin, has_modules=taped.tape.has_modules)
+
+
 class FailureDiagnosis:
     """The diagnosis of a recorded replay that was not finite."""
 
@@ -189,15 +208,22 @@ class FailureDiagnosis:
             what, _, tensor = self._owner(given)
             if what != "parameter" or tensor is None:
                 return failure.but(source=source)
-            steps = (self._subject.step or 1) - 1
-            return failure.but(source=source, optimizer=_optimizer_facts(self._subject.optimizers, tensor, steps))
+            return failure.but(source=source, optimizer=_optimizer_facts(self._subject, tensor))
         if self._op is None:
             return failure
         origin = self.origin(self._op, seen)
         if any(map(math.isnan, self._op.scalars)):
             return failure.but(source=BadTensor(what="number", first_use=origin))
         later = self._nan_op if origin.made != "nan" and self._nan_op is not self._op else None
-        return failure.but(origin=origin, nan_origin=None if later is None else self.origin(later, seen))
+        facts = [_optimizer_facts(self._subject, group["params"][0]) for group in self._groups() if group["params"]]
+        return failure.but(
+            origin=origin,
+            nan_origin=None if later is None else self.origin(later, seen),
+            optimizer=next((each for each in facts if each is not None and each.has_exploded), None),
+        )
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        return (group for optimizer in self._subject.optimizers for group in optimizer.param_groups[:1])
 
     def origin(self, op: RecordedOp, seen: Mapping[int, dict[str, Any]]) -> Origin:
         """Describe an operation as the origin of a bad value."""
@@ -209,7 +235,7 @@ class FailureDiagnosis:
             made=made or "nan",
             dtype=op.dtype,
             phase=op.phase,
-            site=op.site,
+            site=line_in_script(op.name, op.site, (*self._subject.models, *self._subject.touched)),
             live=op.live,
             module=op.module,
             module_class=op.module_class,
@@ -331,17 +357,18 @@ def _owners(subject: ReplayStep) -> dict[int, tuple[str, str, Tensor]]:
     return {storage_id(tensor): (what, name, tensor) for what, some in named for name, tensor in some.items()}
 
 
-def _optimizer_facts(optimizers: Sequence[Optimizer], parameter: Tensor, taken: int) -> OptimizerFacts | None:
-    """Describe the optimizer of a parameter that is not finite; None if there is none, or it has taken no step yet.
-
-    taken: the number of steps so far, for an optimizer that does not count them.
-    """
-    groups = ((optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
-    found = next((pair for pair in groups if any(each is parameter for each in pair[1]["params"])), None)
+def _optimizer_facts(subject: ReplayStep, parameter: Tensor) -> OptimizerFacts | None:
+    """Describe the optimizer of a parameter; None if there is none, or it has taken no step yet."""
+    pairs = list(zip(subject.optimizers, [*subject.pasts, *[OptimizerPast()] * len(subject.optimizers)], strict=False))
+    groups = ((optimizer, past, group) for optimizer, past in pairs for group in optimizer.param_groups)
+    found = next((each for each in groups if any(one is parameter for one in each[2]["params"])), None)
     if found is None:
         return None
-    optimizer, group = found
+    taken = (subject.step or 1) - 1  # for an optimizer that does not count them
+    optimizer, past, group = found
     state, rate, eps = optimizer.state.get(parameter, {}), group.get("lr"), group.get("eps")
+    rate = rate if past.lr is None else past.lr
+    decay = group.get("weight_decay")
     # An optimizer with eps has state from its first step on: without state, all steps so far were skipped.
     uncounted = taken if "eps" not in group else 0
     is_number = isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.numel() == 1)
@@ -349,6 +376,10 @@ def _optimizer_facts(optimizers: Sequence[Optimizer], parameter: Tensor, taken: 
         name=type(optimizer).__name__,
         steps=int(float(state.get("step", uncounted or (1 if state else 0)))),
         lr=float(rate) if rate is not None and is_number else None,
+        weight_decay=float(decay) if isinstance(decay, int | float) else None,
+        made_at=past.made_at,
+        first_norm=past.first_norm,
+        norm=past.norm,
     )
     if not facts.steps:
         return facts if facts.has_absurd_lr else None

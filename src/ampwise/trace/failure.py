@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "BadTensor", "Failure", "FixTrial", "OptimizerFacts", "Origin", "RoundedLiteral", "TensorSummary"]
 
 LARGEST_LR = 1e3
+GROWTH = 1e3  # times their first norm that weights do not reach in a healthy run
 FP16_MAX = 65504.0
 FP32_MAX = math.ldexp(2 - 2**-23, 127)
 NAMED_GRADIENTS = 10  # names in the evidence; there is also a count
@@ -177,6 +178,7 @@ class BadTensor:
     rows: tuple[int, ...] = ()  # indices of the first few bad samples
     bad_rows: int = 0  # number of bad samples
     first_use: Origin | None = None  # the operation that read it first
+    made_at: CallSite = field(default_factory=CallSite)  # where numpy computed an invalid value, if known
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -199,6 +201,10 @@ class OptimizerFacts:
     dtype: str = ""
     lr: float | None = None
     steps: int = 0  # taken so far
+    weight_decay: float | None = None
+    made_at: CallSite = field(default_factory=CallSite)  # or where the learning rate was set, if it has changed
+    first_norm: float | None = None  # of its weights, before its first step
+    norm: float | None = None  # the last that was finite
     zero_denominators: int | None = None  # bad weights whose second moment is 0
     bad_weights: int = 0
 
@@ -212,6 +218,12 @@ class OptimizerFacts:
         """Whether a division may have made the weights bad: not if it has none (SGD), or never divided by 0."""
         divides = self.steps > 0 and self.eps is not None and self.zero_denominators != 0
         return divides and not self.has_absurd_lr
+
+    @property
+    def has_exploded(self) -> bool:
+        """Whether its weights have grown as no training makes them grow."""
+        first, now = self.first_norm, self.norm
+        return first is not None and now is not None and first > 0 and now > GROWTH * max(first, 1.0)
 
     @property
     def has_absurd_lr(self) -> bool:
@@ -253,6 +265,16 @@ KINDS = (
     "cancelled-infinities",
     "unstable-loss",
     "kernel-fault",
+    "exploding-update",
+)
+# What weights that have grown without bound lead to.
+OF_LARGE_WEIGHTS = (
+    "overflow",
+    "half-overflow",
+    "gradient-overflow",
+    "unstable-loss",
+    "cancelled-infinities",
+    "bad-weights",
 )
 KERNEL = "kernel"  # the change of a trial with another kernel
 MASKS = ("attn_bias", "attn_mask")  # arguments that may be -inf
@@ -266,7 +288,7 @@ SOURCE_KINDS = {"parameter": "bad-weights", "buffer": "poisoned-statistics"}
 class Failure:
     """A failed step and everything its replay showed."""
 
-    symptom: str = "loss"  # what is not finite: "loss" or "gradients"; "value" for a swallowed infinity
+    symptom: str = "loss"  # what is not finite: "loss" or "gradients", "weights"; "value" for a swallowed infinity
     loss: float | None = None
     bad_gradients: tuple[str, ...] = ()  # parameters
     gradients: int = 0  # number of all gradients
@@ -343,11 +365,23 @@ class Failure:
 
     @property
     def site(self) -> CallSite:
+        """The line to blame."""
+        facts = self.optimizer
+        if facts is not None and facts.made_at.file:
+            by_lr = facts.has_absurd_lr and self.kind == "bad-weights"
+            if by_lr or self.kind == "exploding-update" or (self.kind == "optimizer-division" and self.origin is None):
+                return facts.made_at
+        if self.source is not None and self.source.made_at.file:
+            return self.source.made_at
         return self.culprit.site if self.culprit is not None else CallSite()
 
     @property
     def kind(self) -> str:
         """Kind of failure, one of KINDS."""
+        kind, facts = self._kind_of_cause(), self.optimizer
+        return "exploding-update" if facts is not None and facts.has_exploded and kind in OF_LARGE_WEIGHTS else kind
+
+    def _kind_of_cause(self) -> str:
         source, origin = self.source, self.origin
         if self.not_reproduced or (source is None and origin is None):
             return "not-reproduced"

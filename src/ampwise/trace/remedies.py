@@ -20,6 +20,7 @@ __all__ = ["CHANGES", "Remedy", "remedies_for", "try_remedies"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_REMEDIES = 3  # remedies to try
+CUTTING = ("clamp-argument", "clamp-exponent", "clamp-result")  # these may cut off every gradient
 CUSTOM_LOOP = "in a custom loop"  # comment on the line for users without an engine
 # Operations whose derivative is infinite at the edge of their domain.
 ROOTED = ("sqrt", "rsqrt", "pow", "log", "acos", "asin", "atanh", "reciprocal", "linalg_vector_norm")
@@ -115,6 +116,8 @@ def try_remedies(replay: Replay, failure: Failure) -> tuple[FixTrial, ...]:
         except Exception:  # raised by the user's code, which may take another path with other values
             continue
         if mode is not None and not mode.met:
+            continue
+        if ended.vanished and remedy.change in CUTTING:  # nothing would be learned
             continue
         tried = remedy if mode is None else mode.remedy
         trials.append(

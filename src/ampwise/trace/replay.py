@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ampwise.finding.call_site import CallSite
 from ampwise.numbers.emulation.eager_mode import run_eagerly
 from ampwise.trace.python_state import PythonState, muted_output
 from ampwise.trace.recorder import ModulePaths, OpRecorder, Tape, TensorRead, UndoMode, model_prefixes
@@ -27,6 +28,7 @@ from ampwise.train.precision.precision import precision_named
 from ampwise.train.random_state import capture_random, restore_random
 
 __all__ = [
+    "OptimizerPast",
     "RecordedReplay",
     "Replay",
     "ReplayResult",
@@ -58,6 +60,15 @@ class ReplaySettings:
             return is_finite(loss)
 
 
+class OptimizerPast(NamedTuple):
+    """What is known of an optimizer from before the step."""
+
+    made_at: CallSite = CallSite()  # or where its learning rate was set, if it has changed
+    first_norm: float | None = None  # of its weights, before its first step
+    norm: float | None = None  # the last that was finite
+    lr: float | None = None  # of its last step
+
+
 @dataclass(slots=True, kw_only=True)
 class ReplayStep:
     """A training step to replay."""
@@ -74,6 +85,7 @@ class ReplayStep:
     ran: bool = True  # it has run before, so its output has been printed already
     step: int | None = None
     optimizers: Sequence[Optimizer] = ()
+    pasts: Sequence[OptimizerPast] = ()  # of the optimizers
     others: Sequence[Module] = ()  # models that ran and are not in ``models``: a teacher
     remarks: tuple[str, ...] = ()
     touched: Sequence[Any] = ()  # the user's function or objects, whose variables are to be restored
@@ -108,6 +120,7 @@ class ReplayResult(NamedTuple):
     loss: float | None  # the largest magnitude, if it is not a scalar
     bad: tuple[str, ...]  # parameters whose gradients are not finite
     gradients: int
+    vanished: bool = False  # all gradients are zero
 
     @property
     def finite(self) -> bool:
@@ -166,7 +179,8 @@ class Replay:
             slots = {name: ranges.add(each.grad) for name, each in self._parameters.items() if each.grad is not None}
             ranges.settle()
             bad = tuple(name for name, slot in slots.items() if ranges.bad(slot))
-            return ReplayResult(loss, bad, len(slots))
+            vanished = bool(slots) and all(ranges[slot] == (0, 0) for slot in slots.values())
+            return ReplayResult(loss, bad, len(slots), vanished)
 
     def taped(self, settings: ReplaySettings) -> RecordedReplay:
         """Run the step once, recording each operation."""

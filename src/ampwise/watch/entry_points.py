@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from ampwise.trace.call_site import calling_site, code_owner
 from ampwise.trace.replay import is_finite
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["EntryPoints"]
 
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+TENSOR_BACKWARD = Tensor.backward.__code__
 Function = Callable[..., Any]
 
 
@@ -61,6 +63,9 @@ class EntryPoints:
         for name in ("isnan", "isinf", "isfinite"):
             patches.replace(torch, name, self._wrapped_question)
             patches.replace(Tensor, name, self._wrapped_question)
+        for name in ("__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
+            patches.replace(Tensor, name, self._wrapped_comparison)
+        patches.replace(Tensor, "numpy", self._wrapped_question)
         self._follow(GradScaler, "__init__", self.scaler_init)
         self.wrap_scaler(GradScaler)
         self._follow(Optimizer, "__init__", self.optimizer_init)
@@ -68,7 +73,7 @@ class EntryPoints:
             self._follow(owner, "zero_grad", self.zero_grad, skips=True)
         for name in CLIPPING:
             for module in (clip_grad, nn.utils):  # the script may use either name
-                self._follow(module, name, partial(self.clip, name), skips=True, once="clip")
+                self._follow(module, name, partial(self.clip, name), once="clip")
         self._follow(lr_scheduler.LRScheduler, "__init__", self.scheduler_init)
         for kind in list(vars(lr_scheduler).values()):
             if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler):
@@ -91,6 +96,7 @@ class EntryPoints:
         for name in ("nan_to_num", "nan_to_num_"):
             patches.replace(torch, name, self._wrapped_replacement)
             patches.replace(Tensor, name, self._wrapped_replacement)
+        self._follow(_MapDatasetFetcher, "fetch", self.fetch, skips=True)
         self._hooks = [
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
@@ -176,6 +182,11 @@ class EntryPoints:
                 except Exception:  # several losses, or one of several elements
                     is_ordinary = True
                 if is_ordinary:
+                    frame: FrameType | None = sys._getframe(1)
+                    if frame is not None and frame.f_code is TENSOR_BACKWARD:  # it will have ended when it is needed
+                        frame = frame.f_back
+                    if frame is not None and type(tensors) is Tensor:
+                        skipper.last_backward = frame, frame.f_lasti, tensors.detach()  # without its graph
                     return original(tensors, *args, **kwargs)
                 self._follow_again()
             return watched(tensors, *args, **kwargs)
@@ -184,26 +195,26 @@ class EntryPoints:
         return call
 
     def backward(self, original: Function, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-        backward_pass, call, weights = None, None, grad_tensors
+        backward_pass, kept, weights = None, None, grad_tensors
         if isinstance(weights, tuple | list) and all(each is None for each in weights):  # as torch passes it
             weights = None
         with self._guard:
             self._watch.learning.backward_begins(tensors, partly=kwargs.get("inputs") is not None or len(args) > 3)
             backward_pass = self._tracker.backward_begins(tensors, weights)
             if backward_pass is not None:
-                call = self._watch.backward_begins(sys._getframe(1), backward_pass.loss)
+                kept = self._watch.backward_begins(sys._getframe(1), backward_pass.loss)
         try:
             result = original(tensors, grad_tensors, *args, **kwargs)
         except RuntimeError as error:
-            if call is not None and "returned nan values" in str(error):  # torch's anomaly detection
+            if kept is not None and "returned nan values" in str(error):  # torch's anomaly detection
                 with self._guard, self._follows.paused():
-                    self._watch.explain_now(call, backward_pass.loss)  # type: ignore[union-attr]
+                    self._watch.explain_now(kept, kept.value, raised=True)
             raise
         if backward_pass is not None:
             with self._guard:
                 self._tracker.backward_ended(backward_pass)
                 self._watch.learning.backward_ended()
-                self._watch.backward_ended(call, backward_pass.loss)
+                self._watch.backward_ended(kept)
         return result
 
     def _gradients_unusable(self) -> None:
@@ -245,6 +256,26 @@ class EntryPoints:
             return answer
 
         return ask
+
+    def _wrapped_comparison(self, original: Function) -> Function:
+        """Return a comparison, such as ``loss != loss``, that looks at a loss that is not finite."""
+        follows = self._follows
+
+        def compare(tensor: Tensor, other: Any) -> Any:
+            answer = original(tensor, other)
+            if (
+                tensor.numel() == 1
+                and tensor.is_cpu  # elsewhere this would sync
+                and tensor.is_floating_point()
+                and tensor.requires_grad
+                and not torch.compiler.is_compiling()
+                and follows()
+                and not isfinite(tensor.detach())
+            ):
+                self._read_by(sys._getframe(1), tensor)
+            return answer
+
+        return compare
 
     # Scalers
 
@@ -317,7 +348,10 @@ class EntryPoints:
         original(optimizer, *args, **kwargs)
         with self._guard:
             self._watch.follow_again()
-            self._watch.optimizer_made(optimizer, calling_site())
+            site = calling_site()
+            self._watch.optimizer_made(optimizer, site)
+            state = self._tracker.state_of(optimizer)
+            state.made_at, state.first_lr = site, optimizer.param_groups[0].get("lr")
 
     def add_param_group(self, original: Function, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)
@@ -334,7 +368,7 @@ class EntryPoints:
         return original(thing, *args, **kwargs)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._skipper.on and len(args) == 1 and not kwargs:
+        if self._skipper.on and len(args) == 1 and not kwargs and _first_is_finite(optimizer):
             return
         if torch.compiler.is_compiling() or not self._follows():
             return
@@ -387,6 +421,14 @@ class EntryPoints:
     # Clipping, schedulers, autocast and checkpoints
 
     def clip(self, name: str, original: Function, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._skipper.on:
+            try:
+                return original(parameters, *args, **kwargs)
+            except RuntimeError:  # error_if_nonfinite=True
+                self._follow_again()
+                with self._guard:
+                    self._gradients_unusable()
+                raise
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may be a generator
         with self._guard:
             limit = next(iter([*args, *kwargs.values()]), None)
@@ -487,6 +529,11 @@ class EntryPoints:
                 self._tracker.region_entered(PRECISIONS.get(region.fast_dtype, "other"))
         return result
 
+    def fetch(self, original: Function, fetcher: Any, *args: Any) -> Any:
+        with self._guard:
+            self._watch.data_begins(partial(original, fetcher, *args))
+        return original(fetcher, *args)
+
     def save(self, original: Function, obj: Any, *args: Any, **kwargs: Any) -> Any:
         with self._guard:
             self._tracker.saved(obj)
@@ -512,6 +559,15 @@ class _Guard:
             return False
         finally:
             skipper.spent += skipper.clock() - self._began.pop()
+
+
+def _first_is_finite(optimizer: Any) -> bool:
+    """Return whether the first gradient is finite: most of what goes wrong in a backward pass reaches it."""
+    gradient = optimizer.param_groups[0]["params"][0].grad
+    if gradient is None or not gradient.is_cpu or gradient.layout != torch.strided:
+        return True
+    total = gradient.sum().tolist()  # not patched
+    return total - total == 0 or bool(gradient.isfinite().all())
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:

@@ -25,7 +25,16 @@ from ampwise.watch.inspection import parameters_of
 from ampwise.watch.overhead import TimeBudget
 from ampwise.watch.tracker import TrackedOptimizer
 
-__all__ = ["GradientReader", "ReadStep", "StepOutcome", "WeightComparison", "copy_weights", "is_ours", "outcome_of"]
+__all__ = [
+    "GradientReader",
+    "ReadStep",
+    "StepOutcome",
+    "WeightComparison",
+    "are_finite_on_host",
+    "copy_weights",
+    "is_ours",
+    "outcome_of",
+]
 
 READING_SHARE = 0.02  # share of the time for reading gradients
 SAMPLING_SHARE = 0.01  # share of the time for turning counts into censuses
@@ -144,7 +153,7 @@ class GradientReader:
             return
         state.read = True
         self._readings.pop(state.index, None)
-        if not self._reads.is_due():
+        if not (self._reads.is_due() or not are_finite_on_host(optimizer)):
             return
         began = time.perf_counter()
         grads = [each.grad for group in optimizer.param_groups for each in group["params"]]
@@ -261,6 +270,18 @@ class GradientReader:
             self._samples.again()  # a skipped step is no sample
         for callback in step.when_known:
             callback(skipped)
+
+
+def are_finite_on_host(optimizer: Any) -> bool:
+    """Return whether the gradients on the CPU are finite, in one fast pass. Those on other devices are not read."""
+    grads = [each.grad for each in parameters_of(optimizer) if each.grad is not None]
+    plain = [each for each in grads if each.is_cpu and each.layout == torch.strided and not hasattr(each, "placements")]
+    if not plain:
+        return True
+    with torch.no_grad():
+        norms = torch._foreach_norm(plain)
+        # The squares of large numbers may overflow.
+        return math.isfinite(sum(norms)) or all(bool(each.isfinite().all()) for each in plain)
 
 
 # Whether updates change BF16 weights

@@ -7,24 +7,25 @@ gradients of its outputs. Only the generator's state is copied, and nothing sync
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ampwise.finding.call_site import CallSite
+from ampwise.trace.call_site import code_owner
 from ampwise.trace.value_ranges import bytes_of
 from ampwise.train.random_state import HostRandomUse
 from ampwise.watch.inspection import copied_by_reference, first_parameter, floats_in, is_capturing, version_of
-from ampwise.watch.loss_code import LossCode, Running, loss_code, running_code
+from ampwise.watch.loss_code import LossCode, Running, loss_code, own_caller, running_code
 from ampwise.watch.run_events import ForwardCall
 
-__all__ = ["AutocastState", "KeptLoss", "ModelCall", "ModelCalls"]
+__all__ = ["AutocastState", "KeptLoss", "LossStart", "ModelCall", "ModelCalls"]
 
 MOST = 8  # calls to keep: the last of a step
 MOST_INPUTS = 2**30  # bytes: batches stay in memory a little longer
@@ -72,7 +73,6 @@ class ModelCall:
     awaited: bool = False  # its step has ended, and the result may not be known yet
     dropped: bool = False
     running: Running = ()  # the functions that led to the call
-    losses: list[KeptLoss] = field(default_factory=list)  # computed from its output, or from later calls too
     compiled: bool = False  # the model or a part of it; set by a replay
 
     def was_computed(self, tensor: Tensor) -> bool:
@@ -85,12 +85,29 @@ class ModelCall:
 
 
 @dataclass(slots=True, eq=False)
-class KeptLoss:
-    """A loss that a backward pass began with, and the script's code that computed it."""
+class LossStart:
+    """The state in which the code of a loss begins: at the first call of a model since the last backward pass."""
 
-    code: LossCode
+    device: torch.device = CPU
+    precision: str = ""  # unknown
+    random: dict[str, Any] = field(default_factory=dict)  # empty: unknown
+    models: dict[nn.Module, None] = field(default_factory=dict)  # those called, in order
+    running: dict[Running, None] = field(default_factory=dict)  # what was running at the first calls
+    trains: set[int] = field(default_factory=set)  # indices of optimizers
+    fetch: Callable[[], Any] | None = None  # gives a DataLoader's last batch again
+    data_random: Tensor | None = None  # torch's random state before that, or at the end of the step before
+
+
+@dataclass(slots=True, eq=False)
+class KeptLoss:
+    """A loss that the script has used: in a backward pass, or to look at its value."""
+
+    code: LossCode | None  # that computed it
     value: Tensor  # detached
-    first: ModelCall  # the first call since the backward pass before: the code begins with its random numbers
+    start: LossStart
+    updates: dict[int, int]  # counts of the optimizers' updates at the time
+    used_at: tuple[CodeType, int] | None = None  # the script's function that used it, and its instruction
+    awaited: bool = False  # its step has ended
 
 
 class ModelCalls:
@@ -99,7 +116,11 @@ class ModelCalls:
     def __init__(self) -> None:
         self._kept: deque[ModelCall] = deque()
         self._running: ModelCall | None = None
-        self._since_backward: list[ModelCall] = []
+        self._start = LossStart()
+        self.losses: deque[KeptLoss] = deque(maxlen=MOST)  # of the same steps
+        self.backward_passes = 0
+        self._fetch: Callable[[], Any] | None = None
+        self._data_random: Tensor | None = None
         self.updates: Counter[int] = Counter()  # by optimizer; counted at the start and at the end of each update
         self.ignored: set[int] = set()  # optimizers for which no calls are kept
         self._host_random: defaultdict[type, HostRandomUse] = defaultdict(HostRandomUse)  # by class of the model
@@ -163,25 +184,49 @@ class ModelCalls:
             if tensor.grad_fn is not None:
                 # On the node, not on the tensor, which the script may modify or save.
                 tensor.grad_fn.register_prehook(partial(self._keep_gradient, call, position, tensor.output_nr))
-        self._kept.append(call)
-        self._since_backward.append(call)
+        self._keep(call)
         while len(self._kept) > MOST or sum([each.input_bytes for each in self._kept]) > MOST_INPUTS:
             self._drop(self._kept[0])
 
-    def keep_loss(self, frame: FrameType | None, loss: Tensor, *, ends: bool = True) -> ModelCall | None:
-        """Keep the code of a loss with the last of the calls that it was computed from, and return that call.
+    def _keep(self, call: ModelCall) -> None:
+        self._kept.append(call)
+        start = self._start
+        if not start.models:
+            start.device, start.precision, start.random = call.device, call.precision, call.random.copy()
+            start.fetch, start.data_random = self._fetch, self._data_random
+        start.models[call.model] = None
+        start.trains.update(call.trains)
+        if len(start.running) < MOST:
+            start.running[call.running] = None
 
-        frame: of the function that uses the loss. ends: the next calls of models belong to another loss.
+    def keep_loss(
+        self, frame: FrameType | None, loss: Tensor, *, ends: bool = True, instruction: int | None = None
+    ) -> KeptLoss | None:
+        """Keep a loss with the code that computed it; None if no call of a model led to it and it has no graph.
+
+        frame: of the function that uses the loss. instruction: that uses it, if the function has gone on. ends: the
+        next calls of models belong to another loss.
         """
-        calls = [call for call in self._since_backward if not call.dropped]
+        start = self._start
+        if not start.models:
+            if not ends and loss.grad_fn is None:
+                return None
+            start.device, start.fetch, start.data_random = loss.device, self._fetch, self._data_random
         if ends:
-            self._since_backward = []
-        if not calls:
-            return None
-        code = loss_code(frame, [call.running for call in calls])
-        if code is not None:
-            calls[-1].losses.append(KeptLoss(code, loss, calls[0]))
-        return calls[-1]
+            self._start = LossStart()
+            self.backward_passes += 1
+        if frame is not None and code_owner(frame.f_code.co_filename) != "own":
+            frame, instruction = own_caller(frame), None
+        kept = KeptLoss(None, loss.detach(), start, dict(self.updates))
+        if frame is not None:
+            kept.used_at = frame.f_code, frame.f_lasti if instruction is None else instruction
+            kept.code = loss_code(frame, list(start.running), instruction)
+        self.losses.append(kept)
+        return kept
+
+    def data_begin(self, fetch: Callable[[], Any] | None = None) -> None:
+        """Note that the script's code for the next batch begins here. fetch: gives the batch, if it can be repeated."""
+        self._fetch, self._data_random = fetch, torch.default_generator.get_state()
 
     def adopt(
         self,
@@ -201,8 +246,8 @@ class ModelCalls:
         if call is not None:
             call.autocast = autocast or AutocastState("cpu", enabled=False, dtype=torch.bfloat16, cache=True)
             call.random["torch"], call.running = random, running
-            self._kept.append(call)
-            self._since_backward = [call]
+            self._start = LossStart()
+            self._keep(call)
 
     def _keep_gradient(self, call: ModelCall, position: int, number: int, gradients: Any) -> None:
         """Keep the gradient of an output. gradients: one for each result of the node that made it."""
@@ -220,27 +265,38 @@ class ModelCalls:
 
     def step_over(self, index: int, *, ran: bool) -> None:
         """Note the end of a step. ran: weights may have changed."""
+        self.data_begin()
         if ran:
             self.updates[index] += 1  # a second time, for passes within the step
         for call in self._kept:
             if index in call.trains:
                 call.awaited = True
+        for loss in self._losses_of(index):
+            loss.awaited = True
 
     def settled(self, index: int, *, now: bool = False) -> None:
         """Drop the calls of an optimizer's ended step, whose result is known. now: also those of its next step."""
         for call in list(self._kept):
             if index in call.trains and (now or call.awaited):
                 self._drop(call)
+        for loss in self._losses_of(index):
+            if now or loss.awaited:
+                self.losses.remove(loss)
+
+    def _losses_of(self, index: int) -> list[KeptLoss]:
+        return [each for each in self.losses if index in each.start.trains or not each.start.trains]
 
     def forget(self) -> None:
         """Drop all calls."""
         self._running = None
         for call in list(self._kept):
             self._drop(call)
+        self.losses.clear()
+        self._start = LossStart()
 
-    def is_fresh(self, call: ModelCall) -> bool:
-        """Whether the weights are still those that the call ran with."""
-        return all(self.updates[index] == count for index, count in call.updates.items())
+    def is_fresh(self, kept: ModelCall | KeptLoss) -> bool:
+        """Whether the weights are still those that the call, or the loss, was computed with."""
+        return all(self.updates[index] == count for index, count in kept.updates.items())
 
     def _drop(self, call: ModelCall) -> None:
         """Free all memory of a call: an autograd graph may still refer to the object."""
@@ -249,6 +305,5 @@ class ModelCalls:
         call.dropped = True
         call.args, call.kwargs, call.tensors, call.random = (), {}, [], {}
         call.gradients.clear()
-        call.losses.clear()
         call.running = ()
         self._kept.remove(call)

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 __all__ = ["StepSkipper", "TimeBudget"]
@@ -96,6 +97,8 @@ class StepSkipper:
         self.skipped: dict[int, int] = {}  # steps skipped, by the id of the optimizer
         self._indices: dict[int, int] = {}  # indices of optimizers, by id
         self.running: Any = None  # the model whose training pass is running, within skipped steps
+        # The function that called backward last in skipped steps, its instruction, and the loss.
+        self.last_backward: tuple[FrameType, int, Any] | None = None
         self.last_call: tuple[Any, ...] | None = None  # of a model: the arguments of ``ModelCalls.adopt``
 
     def step_followed(self) -> int:

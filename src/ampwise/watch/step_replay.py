@@ -7,13 +7,14 @@ that they received; if the models are finite, the result says so. The script mus
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,24 +29,27 @@ from ampwise.finding import Finding
 from ampwise.finding.call_site import CallSite
 from ampwise.report.formatting import format_bytes
 from ampwise.trace.call_arguments import named_tensors
-from ampwise.trace.call_site import code_owner, stop_stack_search
+from ampwise.trace.call_site import code_owner, current_line, site_of, stop_stack_search
 from ampwise.trace.capsule.saving import MAX_CAPSULES
-from ampwise.trace.diagnosis import diagnose, findings_about
+from ampwise.trace.diagnosis import diagnose, findings_about, swallowed_in_backward
 from ampwise.trace.failure import Failure, Origin
 from ampwise.trace.python_state import attributes_restored, muted_output
 from ampwise.trace.ranks import CollectiveInReplay, collectives_refused, is_multi_rank
-from ampwise.trace.replay import Replay, ReplaySettings, ReplayStep, is_compiled, is_finite
+from ampwise.trace.replay import OptimizerPast, Replay, ReplaySettings, ReplayStep, is_compiled, is_finite
 from ampwise.train.random_state import restore_random, to_plain_random
 from ampwise.watch.findings import FROM_ANOTHER_RANK
 from ampwise.watch.inspection import floats_in, has_fsdp1
-from ampwise.watch.model_calls import OUTPUTS, KeptLoss, ModelCall, ModelCalls
+from ampwise.watch.loss_code import LossCode, code_between, data_code
+from ampwise.watch.model_calls import OUTPUTS, KeptLoss, LossStart, ModelCall, ModelCalls
 from ampwise.watch.models import without_hooks
+from ampwise.watch.update_replay import KeptUpdate
 from ampwise.watch.watched_run import say_on_stderr
 
 __all__ = ["BadStepReplays", "StepToReplay"]
 
 APART = 1000  # steps after which another is replayed, however many there were
 MOST_SENTENCES = 8  # they are similar
+MOST_FAULTS = 100
 COMPILED = "The model is compiled; the eager replay fails too."
 MODEL_ALONE = "Only the model was replayed, not the code between its output and the loss."
 MEAN = "Fixes were tried on the mean of the model's output, not on the loss."
@@ -59,6 +63,8 @@ class StepToReplay:
     loss: float | None
     scale: float | None  # None without a scaler
     optimizers: tuple[Optimizer, ...] = ()
+    pasts: tuple[OptimizerPast, ...] = ()  # of the optimizers
+    raised: bool = False  # torch's anomaly detection has raised an error: a NaN may not have reached any gradient
 
     @property
     def bad_loss(self) -> bool:
@@ -100,7 +106,8 @@ class BadStepReplays:
         if not self._is_due(step):
             return []
         fresh = [call for call in self._calls if self._calls.is_fresh(call)]
-        if not fresh:
+        losses = [loss for loss in self._calls.losses if self._calls.is_fresh(loss)]
+        if not fresh and not losses:
             if len(self._calls):
                 why = "the weights had changed by the time it was known to be bad"
             elif self._calls.too_large:
@@ -115,7 +122,7 @@ class BadStepReplays:
             return []
         try:
             with self._paused():
-                result = _replay(fresh, step)
+                result = _replay(fresh, losses, step)
         except Exception as error:  # perhaps the model's own
             self._failed(error)
             what = ": ".join(each for each in (type(error).__name__, str(error).rstrip(".")) if each)
@@ -124,9 +131,25 @@ class BadStepReplays:
         self.after_model |= result.after_model
         if result.why_not:
             self._add_sentence(result.why_not)
-        if result.findings or not step.may_be_ordinary:
-            return self._save(result.call or fresh[-1], step, result.findings)
+        call = result.call or (fresh[-1] if fresh else None)
+        if call is not None and (result.findings or not step.may_be_ordinary):
+            return self._save(call, step, result.findings)
         return result.findings
+
+    def explain_update(
+        self, update: KeptUpdate, optimizer: Optimizer, number: int, add: Callable[[Finding, int], Any]
+    ) -> bool:
+        """Replay an update that has spoiled the weights, and add the findings. Return whether there are any."""
+        try:
+            with self._paused(), muted_output():
+                failure = update.diagnose(optimizer, number)
+        except Exception as error:  # the optimizer's own
+            self._add_sentence(f"The update of step {number} could not be replayed: {type(error).__name__}: {error}.")
+            return False
+        found = [] if failure is None or failure.not_reproduced else findings_about(failure)
+        for finding in found:
+            add(finding, number)
+        return bool(found)
 
     def came_too_late(self, step: StepToReplay) -> None:
         """Note that a step was found to be bad only after its weights had changed."""
@@ -193,48 +216,58 @@ class _Result(NamedTuple):
     after_model: bool = False  # the models are finite; the bad value arises after them
 
 
-def _replay(calls: Sequence[ModelCall], step: StepToReplay) -> _Result:
-    """Replay the calls; the weights must still be those of the step."""
+def _replay(calls: Sequence[ModelCall], losses: Sequence[KeptLoss], step: StepToReplay) -> _Result:
+    """Replay the code of the losses, or else the calls; the weights must still be those of the step."""
     sharded = any(map(has_fsdp1, step.optimizers))
-    for call in calls:
-        name, why_not = type(call.model).__name__, ""
-        if not call.inputs_unchanged:
-            why_not = f"the inputs of {name} have been modified since"
-        elif call.model.training != call.in_training_mode:
-            why_not = f"{name} has been switched between train() and eval() since"
-        elif sharded or any(hasattr(each, "placements") for each in call.model.parameters()):
-            why_not = f"the weights of {name} are sharded over ranks"
-        if why_not:
+    models = list(dict.fromkeys(each for loss in losses for each in _models_of(loss)))
+    models += [each for each in dict.fromkeys(call.model for call in calls) if each not in models]
+    for model in models:
+        if sharded or any(hasattr(each, "placements") for each in model.parameters()):
+            why_not = f"the weights of {type(model).__name__} are sharded over ranks"
             return _Result([], f"Step {step.number} could not be replayed: {why_not}.")
+    for call in calls:
         call.compiled = is_compiled(call.model)
-    models = list(dict.fromkeys(call.model for call in calls))
     try:
         with ExitStack() as stack:
             for context in (
                 without_hooks(models),
                 attributes_restored(models),
                 muted_output(),
-                _outside_ddp(calls, step.optimizers),
+                _outside_ddp(models, losses, step.optimizers),
             ):
                 stack.enter_context(context)
             _reset_bad_statistics(models)
             for module in [each for model in models for each in model.modules()]:
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
                 for name, part in module._modules.items() if "_orig_mod" not in module._modules else ():
                     module._modules[name] = None if part is None else _eager(part)
-            return _explain(calls, step)
+            for loss in losses:
+                explained = _explain_loss(loss, calls, step)
+                if explained is not None:
+                    return explained
+            return _explain_calls(calls, step)
     except CollectiveInReplay as error:
         return _Result([], f"Step {step.number} could not be replayed: {error}.")
 
 
+def _models_of(loss: KeptLoss) -> list[nn.Module]:
+    """Return the models that compute a loss: those that were called, or that its code names."""
+    named = [] if loss.code is None else [each for each in loss.code.objects() if isinstance(each, nn.Module)]
+    return list(dict.fromkeys([*loss.start.models, *named]))
+
+
 @contextmanager
-def _outside_ddp(calls: Sequence[ModelCall], optimizers: Sequence[Optimizer]) -> Iterator[None]:
+def _outside_ddp(
+    models: Sequence[nn.Module], losses: Sequence[KeptLoss], optimizers: Sequence[Optimizer]
+) -> Iterator[None]:
     """Within the context, run the modules inside of DDP wrappers, with parameters that DDP's hooks do not see.
 
     The same memory, but other leaves of the graph: DDP counts the gradients of its own, also in a replay.
     """
-    named = [each for call in calls for loss in call.losses for each in loss.code.objects()]
+    named = [each for loss in losses if loss.code is not None for each in loss.code.objects()]
     held = [each for thing in named for each in getattr(thing, "__dict__", {}).values()]
-    every = [*[call.model for call in calls], *named, *held]
+    every = [*models, *named, *held]
     wrappers = {each for each in every if isinstance(each, DistributedDataParallel)}
     others: dict[nn.Parameter, nn.Parameter] = {}
     modules = [module for wrapper in wrappers for module in wrapper.modules()]
@@ -273,8 +306,8 @@ def _reset_bad_statistics(models: Sequence[nn.Module]) -> None:
 
 def _eager(model: nn.Module) -> nn.Module:
     """Return the eager module inside of a compiled one, which would warn about the replay's hooks."""
-    inner = model._modules.get("_orig_mod")
-    return model if inner is None else inner
+    parts = dict(model._modules)
+    return model if parts.get("_orig_mod") is None else parts["_orig_mod"]  # type: ignore[return-value]
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -282,11 +315,12 @@ def _is_finite(tensor: Tensor) -> bool:
         return is_finite(tensor)
 
 
-def _explain(calls: Sequence[ModelCall], step: StepToReplay) -> _Result:
-    for loss in [loss for call in calls for loss in call.losses]:
-        explained = _explain_loss(loss, calls, step)
-        if explained is not None:
-            return explained
+def _explain_calls(calls: Sequence[ModelCall], step: StepToReplay) -> _Result:
+    """Explain a bad step by running the models' calls again, each by itself."""
+    if not calls:
+        return _Result([])
+    if why_not := next(filter(None, map(_why_not, calls)), ""):
+        return _Result([], f"Step {step.number} could not be replayed: {why_not}.")
     # Calls that received only non-finite gradients: the bad value arose in them or after them.
     reached = [call for call in calls if call.gradients and not _finite_gradients(call)]
     others = [call for call in calls if call not in reached]
@@ -334,61 +368,146 @@ def _explain(calls: Sequence[ModelCall], step: StepToReplay) -> _Result:
 
 def _explain_loss(loss: KeptLoss, calls: Sequence[ModelCall], step: StepToReplay) -> _Result | None:
     """Explain a bad step by running the script's code of a loss again, with the model's part; None if it is finite."""
-    first, was_finite = loss.first, _is_finite(loss.value)
-    if not loss.code.is_unchanged or first.dropped or (step.bad_loss and was_finite):
+    code, start, failure = loss.code, loss.start, None
+    is_bad = not _is_finite(loss.value)
+    own = [call for call in calls if call.model in start.models]
+    if (step.bad_loss and not is_bad) or any(map(_why_not, own)):
         return None
-    if not all(map(_is_finite, loss.code.computed())):
-        return None  # the bad value arose earlier
+    if code is not None and code.is_unchanged and all(map(_is_finite, code.computed())):
+        failure = _run_again(code, loss, calls, step)
+    if is_bad and (failure is None or failure.source is not None):
+        # Perhaps the data were bad, and the script's own code has computed them.
+        code = data_code(_frame_of(loss), (loss.used_at or (None, 0))[1], start.fetch)
+        with _numpy_faults() as faults:
+            found = None if code is None else _run_again(code, loss, calls, step, from_data=True)
+        if found is not None:
+            failure = _from_data(failure, found, faults)
+    if failure is None and not is_bad and code is not None and code.is_unchanged and step.scale is None:
+        frame = _frame_of(loss)  # perhaps the script has changed the gradients since
+        change = None if frame is None else code_between(frame, (loss.used_at or (None, 0))[1])
+        if frame is not None and change is not None:
+            names = {**frame.f_globals, **frame.f_locals}
+            failure = _run_again(code, loss, calls, step, afterwards=lambda: exec(change, dict(names)))
+    return None if failure is None else _Result(findings_about(failure), call=own[0] if own else None)
+
+
+def _frame_of(loss: KeptLoss) -> FrameType | None:
+    """Return the frame of the function that used the loss, if it is still running."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and (loss.used_at is None or frame.f_code is not loss.used_at[0]):
+        frame = frame.f_back
+    return frame
+
+
+def _run_again(
+    code: LossCode,
+    loss: KeptLoss,
+    calls: Sequence[ModelCall],
+    step: StepToReplay,
+    *,
+    from_data: bool = False,
+    afterwards: Callable[[], None] = lambda: None,
+) -> Failure | None:
+    """Run the code of a loss and its backward pass; None if they are finite, or do not run on their own.
+
+    from_data: the code begins before the model. afterwards: what the script does with the gradients.
+    """
+    start = loss.start
 
     def run(settings: ReplaySettings) -> Any:
-        restore_random(first.random, first.device)
+        if from_data and start.data_random is not None:
+            torch.set_rng_state(start.data_random)
+        elif start.random:
+            restore_random(start.random, start.device)
         with torch.inference_mode(False), torch.enable_grad(), collectives_refused():
-            found = loss.code.run()
+            found = code.run()
             if not isinstance(found, Tensor):
                 raise BadInput(f"The code of the loss gave {type(found).__name__}, not a tensor.")
             if found.requires_grad and settings.goes_back_from(found):
                 (found * settings.scale if settings.scale != 1 else found).sum().backward()
+                afterwards()
         return found
 
+    # Of a batch that is computed again, the old values are not its source.
+    batch = {} if from_data else {**_batch(calls), **code.batch()}
     try:
-        failure = _diagnosis(run, first, calls, step, batch=loss.code.batch(), touched=loss.code.objects())
+        return _diagnosis(run, start, calls, step, models=_models_of(loss), batch=batch, touched=code.objects())
     except Exception:  # the statements do not run on their own
         return None
-    return None if failure is None else _Result(findings_about(failure), call=first)
+
+
+def _from_data(failure: Failure | None, found: Failure, faults: Sequence[CallSite]) -> Failure:
+    """Return what explains bad data best. found: in a replay that has computed them again; faults: of numpy in it."""
+    origin, source = found.origin, (failure or found).source
+    if origin is not None and found.kind != "cancelled-infinities":
+        return found
+    if source is not None and origin is None and faults:
+        return (failure or found).but(source=replace(source, made_at=faults[0]))
+    return failure or found
+
+
+@contextmanager
+def _numpy_faults() -> Iterator[list[CallSite]]:
+    """Collect the lines at which numpy computes an invalid value, such as 0/0, within the context."""
+    faults: list[CallSite] = []
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        yield faults
+        return
+
+    def note(kind: str, flag: int) -> None:
+        line = current_line().own
+        if line is not None and len(faults) < MOST_FAULTS:
+            faults.append(site_of(line, None))
+
+    with numpy.errstate(divide="call", invalid="call", call=note):
+        yield faults
+
+
+def _why_not(call: ModelCall) -> str:
+    """Return why a call cannot be replayed; "" if it can."""
+    name = type(call.model).__name__
+    if not call.inputs_unchanged:
+        return f"the inputs of {name} have been modified since"
+    if call.model.training != call.in_training_mode:
+        return f"{name} has been switched between train() and eval() since"
+    return ""
 
 
 def _diagnosis(
     run: Callable[[ReplaySettings], Any],
-    first: ModelCall,
+    start: ModelCall | LossStart,
     calls: Sequence[ModelCall],
     step: StepToReplay,
     *,
-    batch: Mapping[str, Tensor] = MappingProxyType({}),
+    models: Sequence[nn.Module],
+    batch: Mapping[str, Tensor],
     touched: Sequence[Any] = (),
     remarks: tuple[str, ...] = (),
 ) -> Failure | None:
     """Replay and diagnose a bad step; None if it is finite, or would be without the loss scale.
 
-    run: runs it again, with the random state of each call. first: the call that it begins with.
+    run: runs it again, with the random state of each call. start: where it begins.
     """
     scale = step.scale or 1.0
     subject = ReplayStep(
         run=run,
-        device=first.device,
-        models=list(dict.fromkeys(_eager(call.model) for call in calls)),
-        batch={**_batch(calls), **batch},
-        precision=first.precision,
+        device=start.device,
+        models=list(dict.fromkeys(map(_eager, models))),
+        batch=batch,
+        precision=start.precision,
         scale=scale,
         random=None,
         loss=step.loss if step.may_be_ordinary else None,
         step=step.number,
         optimizers=step.optimizers,
+        pasts=step.pasts,
         touched=touched,
         remarks=(*remarks, COMPILED) if any(call.compiled for call in calls) else remarks,
     )
     with Replay(subject) as replay:
         if replay.plain(ReplaySettings(scale=scale)).finite:
-            return None
+            return swallowed_in_backward(replay, replay.taped(ReplaySettings())) if step.raised else None
     failure = diagnose(subject)
     if failure is None or failure.not_reproduced:
         return None
@@ -416,7 +535,9 @@ def _batch(calls: Sequence[ModelCall]) -> dict[str, Tensor]:
 def _failure(again: CallReplay, step: StepToReplay, *, backward: bool) -> Failure | None:
     """Replay the calls. Return None if they are finite, or would be without the loss scale."""
     calls = again.calls
-    failure = _diagnosis(again, calls[0], calls, step, remarks=() if backward else (MODEL_ALONE,))
+    models = [call.model for call in calls]
+    remarks = () if backward else (MODEL_ALONE,)
+    failure = _diagnosis(again, calls[0], calls, step, models=models, batch=_batch(calls), remarks=remarks)
     if failure is None:
         return None
     if not backward and any(trial.finite for trial in failure.trials):

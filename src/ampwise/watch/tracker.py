@@ -143,6 +143,12 @@ class TrackedOptimizer:
     kept: list[AsyncScalars] = field(default_factory=list)  # the same, for steps on such a sum
     cleared: int = 0  # steps on gradients that were cleared or changed since the step before
     names: list[str] = field(default_factory=list)  # of its parameters
+    made_at: CallSite = field(default_factory=CallSite)
+    first_lr: Any = None
+    lr: float | None = None  # of its last step
+    update: Any = None  # a ``KeptUpdate``, while a step of an optimizer that is not torch's runs
+    first_norm: Tensor | None = None  # of its weights, before its first step
+    norm: Tensor | None = None  # the last that was finite, on the CPU
 
     @property
     def scaled(self) -> events.Backward | None:

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -31,19 +31,28 @@ from ampwise.runs.writer import RecordWriter, exception_data
 from ampwise.trace import bad_steps
 from ampwise.trace.call_site import code_owner
 from ampwise.trace.capsule.saving import SHARED_CAPSULES, Capsules
-from ampwise.trace.replay import is_finite
+from ampwise.trace.replay import OptimizerPast, is_finite
 from ampwise.watch.entry_points import EntryPoints
 from ampwise.watch.findings import Findings, is_cause, list_passed_checks, point_to_cause
 from ampwise.watch.fix_diffs import add_diffs
 from ampwise.watch.gradient_health import BadStep, GradientHealth, suggested_settings
-from ampwise.watch.gradients import GradientReader, ReadStep, WeightComparison, copy_weights, is_ours, outcome_of
+from ampwise.watch.gradients import (
+    GradientReader,
+    ReadStep,
+    WeightComparison,
+    are_finite_on_host,
+    copy_weights,
+    is_ours,
+    outcome_of,
+)
 from ampwise.watch.half_averages import HalfAverages
 from ampwise.watch.inspection import is_capturing, parameters_of, precisions_of, stage_of, unwrapped
 from ampwise.watch.learning import Learning
 from ampwise.watch.learning_watch import LearningWatch
 from ampwise.watch.loop_watch import LoopWatch
+from ampwise.watch.loss_code import only_assignment_of
 from ampwise.watch.memory import OptimizerMemory
-from ampwise.watch.model_calls import ModelCall, ModelCalls
+from ampwise.watch.model_calls import KeptLoss, ModelCalls
 from ampwise.watch.models import Hook, Models, names_of, outermost_running_module
 from ampwise.watch.module_hooks import Activations, DtypeFlow
 from ampwise.watch.overhead import StepSkipper
@@ -55,6 +64,7 @@ from ampwise.watch.tied_weights import TiedWeights
 from ampwise.watch.time_use import TimeUse
 from ampwise.watch.timing import NOTHING, RunTiming
 from ampwise.watch.tracker import CallTracker, TrackedOptimizer
+from ampwise.watch.update_replay import KeptUpdate
 
 __all__ = ["Watch"]
 
@@ -303,52 +313,62 @@ class Watch:
             self._calls.ends(output)
             self.loop.model_ends(model)
 
-    def backward_begins(self, frame: FrameType | None, loss: Tensor | None) -> ModelCall | None:
-        """Keep the code of a loss with the last call of a model that it comes from. Return that call."""
+    def backward_begins(self, frame: FrameType | None, loss: Tensor | None) -> KeptLoss | None:
+        """Keep a loss, and the code that computed it."""
         return None if loss is None else self._calls.keep_loss(frame, loss)
 
-    def backward_ended(self, call: ModelCall | None, loss: Tensor | None) -> None:
+    def backward_ended(self, kept: KeptLoss | None) -> None:
         """Explain a loss at once if it is known to be bad."""
-        if call is not None and loss is not None and loss.is_cpu and not math.isfinite(loss):
-            self.explain_now(call, loss)
+        if kept is None:
+            return
+        # Within a step with a closure, the weights change before the step ends.
+        stepping = [one for one, state in self._tracker.optimizers.pairs() if state.index in self._tracker.stepping]
+        is_bad = kept.value.is_cpu and not math.isfinite(kept.value)
+        if is_bad or not all(map(are_finite_on_host, stepping)):
+            self.explain_now(kept, kept.value)
+
+    def data_begins(self, fetch: Callable[[], Any]) -> None:
+        """Note that a DataLoader makes a batch, and how to make it again."""
+        self._calls.data_begin(fetch)
 
     def loss_read(self, frame: FrameType | None, loss: Tensor) -> None:
         """Explain a loss that is not finite and that the script reads: it may never get to a step."""
-        call = self._calls.keep_loss(frame, loss.detach(), ends=False)
-        if call is not None:
-            self.explain_now(call, loss)
+        kept = self._calls.keep_loss(frame, loss, ends=False)
+        if kept is not None:
+            self.explain_now(kept, kept.value)
 
     def gradients_unusable(self, optimizer: Any, state: TrackedOptimizer) -> None:
         """Explain gradients that the script drops, or that made a call fail, if they are not finite. Syncs."""
-        fresh = [call for call in self._calls if state.index in call.trains and self._calls.is_fresh(call)]
-        if (
-            fresh
-            and state.pending
-            and not all(is_finite(each.grad) for each in parameters_of(optimizer) if each.grad is not None)
-        ):
+        fresh = [kept for kept in self._calls.losses if self._trains(kept, state) and self._calls.is_fresh(kept)]
+        if fresh and not all(is_finite(each.grad) for each in parameters_of(optimizer) if each.grad is not None):
             losses = [each.loss for each in state.pending if each.loss is not None]
             self.explain_now(fresh[-1], sum(losses, torch.zeros(())) if losses else None)
 
-    def explain_now(self, call: ModelCall, loss: Tensor | None) -> None:
-        """Replay a bad step while it is running. loss: scaled, if there is a scaler."""
-        for optimizer, state in self._tracker.optimizers.pairs():
+    @staticmethod
+    def _trains(kept: KeptLoss, state: TrackedOptimizer) -> bool:
+        return state.index in kept.start.trains or not kept.start.trains
+
+    def explain_now(self, kept: KeptLoss, loss: Tensor | None, *, raised: bool = False) -> None:
+        """Replay a bad step while it is running. loss: scaled, if there is a scaler. raised: by anomaly detection."""
+        if not self._calls.is_fresh(kept):
+            return
+        value = None if loss is None else float(loss.detach())
+        pairs = self._tracker.optimizers.pairs()
+        for optimizer, state in pairs:
             key = (state.index, state.steps + 1)
-            if (
-                state.index not in call.trains
-                or state.poisoned
-                or key in self._replayed
-                or not self._calls.is_fresh(call)
-            ):
+            if not self._trains(kept, state) or state.poisoned or key in self._replayed:
                 continue
             self._replayed.add(key)
             scaler = state.scaler
             scale = None if scaler is None else float(scaler._scale)
-            value = None if loss is None else float(loss.detach())
             if value is not None and scale and state.scaled is not None:
                 value /= scale
             with self._paused():
-                self._explain(StepToReplay(state.steps + 1, value, scale, (unwrapped(optimizer),)))
+                self._explain(self._step_to_replay(optimizer, state, state.steps + 1, value, scale, raised=raised))
             return
+        if not pairs:  # the script updates its weights by hand
+            with self._paused():
+                self._explain(StepToReplay(self._calls.backward_passes, value, None))
 
     def _process_starts(self, original: Any, process: Any) -> Any:
         self._started_processes = True
@@ -392,6 +412,10 @@ class Watch:
         known = None if passed is None else self._tracker.last_pass_of(passed[0])
         if passed is not None and known is not None:
             self._calls.adopt(*passed, trains=known[1], event=known[0])
+        if (backward := self._skipper.last_backward) is not None:
+            frame, instruction, loss = backward
+            self._calls.keep_loss(frame, loss, instruction=instruction)
+            self._skipper.last_backward = None
 
     # Calls from the entry points
 
@@ -438,10 +462,33 @@ class Watch:
             with self._paused():
                 self._names_of(optimizer, state)
                 self.learning.step_begins(optimizer, state)
+            self._note_norm(optimizer, state)
+            state.update = None if state.plain or state.poisoned else KeptUpdate.before(optimizer)
+            lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+            state.lr = float(lr) if isinstance(lr, int | float) else None
         if state.steps % UPDATES_EVERY == 0:
             compared = copy_weights(optimizer, self._names_of(optimizer, state))
             if compared is not None:
                 self._compared[state.index] = compared
+
+    def _note_norm(self, optimizer: Any, state: TrackedOptimizer) -> None:
+        """Note the norm of the weights, at each step on the CPU and once on a device."""
+        weights = [each.detach() for each in parameters_of(optimizer) if not hasattr(each, "placements")]
+        if not weights or state.poisoned or (state.first_norm is not None and not weights[0].is_cpu):
+            return
+        with torch.no_grad():
+            norm = torch.stack([each.to(weights[0].device).float() for each in torch._foreach_norm(weights)]).norm()
+        state.first_norm = norm if state.first_norm is None else state.first_norm
+        if norm.is_cpu and norm.isfinite():
+            state.norm = norm
+
+    def _past_of(self, optimizer: Any, state: TrackedOptimizer) -> OptimizerPast:
+        """Return what is known of an optimizer from before the step. Syncs."""
+        self._note_norm(optimizer, state)
+        changed = state.lr is not None and state.lr != state.first_lr
+        set_at = (only_assignment_of("lr") if changed else None) or state.made_at
+        first, now = (None if each is None else float(each) for each in (state.first_norm, state.norm))
+        return OptimizerPast(made_at=set_at, first_norm=first, norm=now, lr=state.lr)
 
     def step_taken(self, optimizer: Any, state: TrackedOptimizer, scaler: Any | None, *, ran: bool) -> None:
         """Process a step that has ended. ran: the optimizer's own step was called."""
@@ -478,6 +525,9 @@ class Watch:
 
     def _process_step(self, optimizer: Any, state: TrackedOptimizer, scaler: Any | None, *, ran: bool) -> None:
         index, names, ours = state.index, self._names_of(optimizer, state), is_ours(scaler)
+        update, state.update = state.update, None
+        if update is not None and ran and update.is_bad:
+            state.poisoned = self._bad_steps.explain_update(update, optimizer, state.steps + 1, self.findings.add)
         compared = self._compared.pop(index, None)
         if compared is not None and ran:
             compared.after_step()
@@ -603,10 +653,10 @@ class Watch:
         if state.poisoned:
             return
         bad = self._gradients.bad_already(optimizer, state, scaled=scaler is not None)
-        if bad is not None:
+        if bad is not None and (state.index, state.steps + 1) not in self._replayed:
             scale = None if scaler is None else float(scaler._scale)
             self._replayed.add((state.index, state.steps + 1))
-            self._explain(StepToReplay(state.steps + 1, bad[0], scale, (unwrapped(optimizer),)))
+            self._explain(self._step_to_replay(optimizer, state, state.steps + 1, bad[0], scale))
         if scaler is None:  # a scaler may still skip the step
             self._calls.settled(state.index, now=True)
 
@@ -619,13 +669,27 @@ class Watch:
         if not is_bad or state.poisoned or state.index in self._calls.ignored:
             return
         optimizers = [each for each, other in self._tracker.optimizers.pairs() if other is state]
-        step = StepToReplay(row.step, row.loss, row.scale, tuple(optimizers))
+        pasts = tuple(self._past_of(each, state) for each in optimizers)
+        step = StepToReplay(row.step, row.loss, row.scale, tuple(optimizers), pasts)
         if key in self._replayed:
             self._replayed.discard(key)
         elif row.skipped:
             self._explain(step)
         else:
             self._bad_steps.came_too_late(step)
+
+    def _step_to_replay(
+        self,
+        optimizer: Any,
+        state: TrackedOptimizer,
+        number: int,
+        loss: float | None,
+        scale: float | None,
+        *,
+        raised: bool = False,
+    ) -> StepToReplay:
+        inner = unwrapped(optimizer)
+        return StepToReplay(number, loss, scale, (inner,), (self._past_of(inner, state),), raised=raised)
 
     def _explain(self, step: StepToReplay) -> None:
         for finding in self._bad_steps.explain(step):

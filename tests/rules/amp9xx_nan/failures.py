@@ -143,6 +143,10 @@ EXAMPLES = {
         ),
         trials=(FixTrial(what="attention without cuDNN", code="off()", finite=True, change="kernel", loss=1.5),),
     ),
+    "exploding-update": FAILED.but(
+        origin=origin("aten.addmm.default", dtype="fp32", exact="finite", exact_largest=1e50),
+        optimizer=OptimizerFacts(name="SGD", lr=50.0, weight_decay=0.1, steps=3, first_norm=3.5, norm=2e8),
+    ),
 }
 
 

@@ -112,7 +112,7 @@ def _propagation(failure: Failure) -> str:
     if failure.swallowed:
         path.append("finite but wrong values")
     else:
-        if failure.symptom in ("loss", "result"):
+        if failure.symptom in ("loss", "result", "weights"):
             path.append(f"the {failure.symptom}")
         if bad:
             path.append(f"{bad:,}{f' of {failure.gradients:,}' if failure.gradients >= bad else ''} gradients")
@@ -147,7 +147,7 @@ def _outcome(failure: Failure, trial: FixTrial) -> str:
         return f"finite, but the loss is {losses[-1]}"
     parts = [] if trial.loss is None else [f"loss {' → '.join(dict.fromkeys(losses))}"]
     if trial.finite:
-        parts.append("gradients finite")
+        parts.append(f"{'weights' if failure.symptom == 'weights' else 'gradients'} finite")
     elif trial.bad_gradients:
         parts.append(f"{trial.bad_gradients:,} gradient{'s' if trial.bad_gradients != 1 else ''} not finite")
     return ", ".join(parts) or "still not finite"

@@ -1,0 +1,323 @@
+"""The line of a fault in a script's own code around the model: its data, its loss, its gradients and its updates."""
+
+import re
+import sys
+import textwrap
+
+import pytest
+
+from ampwise.watch.watch import Watch
+
+HEAD = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+torch.manual_seed(0)
+"""
+
+LOOP = """
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+
+PROGRAMS = {
+    "preprocessing in the loop": f"""{LOOP}
+def batches():
+    for step in range(4):
+        x = torch.randn(6, 4)
+        if step == 2:
+            x[:, 1] = 7.0
+        yield x
+
+for x in batches():
+    x = (x - x.mean(0)) / x.std(0)  # guilty
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "a Dataset, read in a comprehension": f"""{LOOP}
+class Rows(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        amount = torch.ones(4) * (index - 9.0)
+        return torch.log1p(amount.abs() - 1) if index != 9 else torch.log(amount)  # guilty
+
+def train_step(x):
+    loss = model(x).square().mean()
+    if not torch.isfinite(loss):
+        return None
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+[train_step(x) for x in DataLoader(Rows(), batch_size=4)]
+""",
+    "numpy in a Dataset": f"""{LOOP}
+import numpy as np
+
+class Rows(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        row = np.full(4, 3.0, np.float32) if index == 5 else np.arange(4, dtype=np.float32) + index
+        return torch.from_numpy((row - row.mean()) / row.std())  # guilty
+
+for x in DataLoader(Rows(), batch_size=2):
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "a loss that a generator yields": f"""{LOOP}
+def losses():
+    for step in range(4):
+        output = model(torch.randn(6, 4))
+        yield (output - output if step == 2 else output.square()).sum(-1).log().mean()  # guilty
+
+for step, loss in enumerate(losses()):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "a loss that is added up over calls of several models": """
+cell, head = nn.GRUCell(2, 4), nn.Linear(4, 1)
+optimizer = torch.optim.SGD([*cell.parameters(), *head.parameters()], lr=0.01)
+for step in range(3):
+    state, loss = torch.zeros(3, 4), 0.0
+    for time in range(6):
+        state = cell(torch.randn(3, 2), state)
+        aim = torch.full((3, 1), -1.0 if step == 1 else 1.0)
+        loss = loss + F.mse_loss(head(state), aim.sqrt())  # guilty
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "no model at all": """
+weight = torch.randn(4, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.01)
+for step in range(4):
+    x, y = torch.randn(6, 4), torch.full((6,), float(step != 2))
+    loss = ((x @ weight - y) / y).square().mean()  # guilty
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "a model that is itself attention": """
+model = nn.MultiheadAttention(4, 2, batch_first=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(3):
+    x, hidden = torch.randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.bool)
+    hidden[1] = step == 1
+    y, _ = model(x, x, x, key_padding_mask=hidden)  # guilty
+    loss = y.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "a scripted function": f"""{LOOP}
+@torch.jit.script
+def entropy(p):
+    q = p * 1.0
+    return -(q * q.log()).sum(-1).mean()  # guilty
+
+for step in range(3):
+    p = model(torch.randn(6, 4)).softmax(-1)
+    loss = entropy(p.round() if step == 1 else p)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "gradients that the script changes": f"""{LOOP}
+def equalise():
+    for parameter in model.parameters():
+        parameter.grad.div_(parameter.grad.norm())  # guilty
+
+for step in range(4):
+    output = model(torch.randn(6, 4))
+    loss = (output * float(step != 2)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    equalise()
+    optimizer.step()
+""",
+    "gradients within a closure": """
+model = nn.Linear(4, 2)
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+for step in range(3):
+    x = torch.randn(6, 4)
+
+    def closure():
+        optimizer.zero_grad()
+        output = model(x)
+        gap = output - output.detach() if step == 1 else output
+        loss = gap.square().sum(-1).sqrt().mean()  # guilty
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+""",
+    "an optimizer of the script": """
+class Trust(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.norm() * (p.grad / p.grad.norm())  # guilty
+
+model = nn.Linear(4, 2)
+optimizer = Trust(model.parameters(), lr=0.1)
+for step in range(4):
+    loss = (model(torch.randn(6, 4)) * float(step != 2)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "a learning rate that is too high": """
+model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=50.0)  # guilty
+for step in range(8):
+    loss = model(torch.randn(6, 4)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "a learning rate that the script sets": f"""{LOOP}
+for step in range(4):
+    for group in optimizer.param_groups:
+        group["lr"] = float("inf") if step == 2 else 0.01  # guilty
+    loss = model(torch.randn(6, 4)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "an eps of zero": """
+model = nn.Linear(4, 2)
+optimizer = torch.optim.Adam(model.parameters(), eps=0.0)  # guilty
+for step in range(3):
+    x = torch.randn(6, 4)
+    x[:, 0] = 0
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "a NaN that anomaly detection finds and that reaches no weight": f"""{LOOP}
+with torch.autograd.detect_anomaly():
+    gain = torch.relu(model(torch.zeros(6, 4)) - 9)
+    loss = (torch.where(gain > 0, gain.log(), 0.0) + model(torch.randn(6, 4))).abs().mean()  # guilty
+    try:
+        loss.backward()
+    except RuntimeError:
+        pass
+""",
+}
+GUARDS = {
+    "compared with itself": "if loss != loss:",
+    "compared with a number": "if not loss < 1e4:",
+    "as an array": "if np.isnan(loss.detach().numpy()):",
+}
+GUARDED = f"""{LOOP}
+import numpy as np
+
+for step in range(4):
+    output = model(torch.randn(6, 4))
+    loss = (output if step != 2 else -output.abs()).sum(-1).exp().sub(float(step == 2)).log().mean()  # guilty
+    GUARD
+        continue
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def findings_of(tmp_path, monkeypatch, program):
+    """Run a program under a watch. Return the findings that name a cause, and the guilty line."""
+    text = HEAD + textwrap.dedent(program)
+    path = tmp_path / "program.py"
+    path.write_text(text)
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    code = compile(text, str(path), "exec")
+    module = type(sys)("program")
+    module.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "program", module)
+    with Watch(timing=False) as watch:
+        exec(code, vars(module))
+    assert watch.failures == []
+    found = [seen.finding for seen in watch.seen() if seen.finding.rule.names_the_cause]
+    guilty = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# guilty")]
+    return found, guilty
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_line_is_named(tmp_path, monkeypatch, program):
+    found, guilty = findings_of(tmp_path, monkeypatch, PROGRAMS[program])
+    assert [each.place.line for each in found] == guilty
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_guard_is_noticed(tmp_path, monkeypatch, guard):
+    found, guilty = findings_of(tmp_path, monkeypatch, GUARDED.replace("GUARD", GUARDS[guard]))
+    assert [each.place.line for each in found] == guilty
+
+
+HEALTHY = {
+    "comparisons, infinite bounds and a best loss": f"""{LOOP}
+best = torch.tensor(float("inf"))
+for step in range(6):
+    loss = model(torch.randn(6, 4)).square().mean()
+    if loss < best and not loss != loss and loss.detach().numpy() < 1e9:
+        best = loss.detach()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "data with NaN that the script drops": f"""{LOOP}
+for step in range(6):
+    x = torch.randn(6, 4)
+    x[2] = torch.nan
+    x = x[x.isfinite().all(-1)]
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "weights that grow from zero": """
+model = nn.Linear(4, 1, bias=False)
+nn.init.zeros_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for step in range(40):
+    x = torch.randn(16, 4)
+    loss = (model(x) - 30 * x.sum(-1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+}
+
+
+@pytest.mark.parametrize("program", HEALTHY)
+def test_a_healthy_program_has_no_finding(tmp_path, monkeypatch, program):
+    assert findings_of(tmp_path, monkeypatch, HEALTHY[program])[0] == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_numbers_about_exploding_weights_are_those_of_the_evidence(tmp_path, monkeypatch):
+    (found,), _ = findings_of(tmp_path, monkeypatch, PROGRAMS["a learning rate that is too high"])
+    facts = found.evidence["trace"]["optimizer"]
+    first, now, steps, lr = re.search(
+        r"from (\S+) to (\S+) in (\d+) steps? of SGD \(lr (\S+)\)", found.message
+    ).groups()
+    assert (float(lr), int(steps)) == (facts["lr"], facts["steps"]) == (50.0, found.place.step - 1)
+    assert [float(first), float(now)] == pytest.approx([facts["first_norm"], facts["norm"]], rel=1e-3)
+    assert facts["norm"] > 1e3 * facts["first_norm"]
