@@ -20,7 +20,17 @@ from ampwise.numbers.op_families import base_name, family_of, is_collective, is_
 if TYPE_CHECKING:
     from ampwise.trace.remedies import Remedy
 
-__all__ = ["KINDS", "BadTensor", "Failure", "FixTrial", "OptimizerFacts", "Origin", "RoundedLiteral", "TensorSummary"]
+__all__ = [
+    "KINDS",
+    "BadTensor",
+    "DataOrigin",
+    "Failure",
+    "FixTrial",
+    "OptimizerFacts",
+    "Origin",
+    "RoundedLiteral",
+    "TensorSummary",
+]
 
 LARGEST_LR = 1e3
 GROWTH = 1e3  # times their first norm that weights do not reach in a healthy run
@@ -168,6 +178,30 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataOrigin:
+    """Where a bad value of a batch came from, found by drawing its sample from the dataset again."""
+
+    dataset: str  # its class: "Windows"
+    index: str  # of the first bad sample in the dataset, as Python prints it
+    indices: tuple[str, ...] = ()  # of the first few bad samples of the batch
+    how: str = "drawn"  # "computed", "held" by the dataset already, or only "drawn": it is not known how
+    cause: str = ""  # what computed it, or what holds it: "the division (div) gives NaN: the divisor is 0"
+    fix: str = ""
+    site: CallSite = field(default_factory=CallSite)  # the line that computed it; else the function that returns it
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "dataset": self.dataset,
+            "index": self.index,
+            "indices": self.indices,
+            "how": self.how,
+            "cause": self.cause,
+            "function": self.site.function,
+            "place": str(self.site) if self.site.file else None,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BadTensor:
     """A tensor that was not finite before the step."""
 
@@ -179,6 +213,7 @@ class BadTensor:
     bad_rows: int = 0  # number of bad samples
     first_use: Origin | None = None  # the operation that read it first
     made_at: CallSite = field(default_factory=CallSite)  # where numpy computed an invalid value, if known
+    drawn: DataOrigin | None = None  # where it came from, if the batch could be drawn again
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -188,6 +223,7 @@ class BadTensor:
             "values": None if self.values is None else self.values.as_dict(),
             "samples": self.rows,
             "bad_samples": self.bad_rows or None,
+            "drawn_again": None if self.drawn is None else known_as_json(self.drawn.as_dict()),
         }
 
 
@@ -371,6 +407,8 @@ class Failure:
             by_lr = facts.has_absurd_lr and self.kind == "bad-weights"
             if by_lr or self.kind == "exploding-update" or (self.kind == "optimizer-division" and self.origin is None):
                 return facts.made_at
+        if self.source is not None and self.source.drawn is not None and self.source.drawn.site.file:
+            return self.source.drawn.site
         if self.source is not None and self.source.made_at.file:
             return self.source.made_at
         return self.culprit.site if self.culprit is not None else CallSite()

@@ -17,7 +17,7 @@ from ampwise.trace.failure import MASKS, TensorSummary
 from ampwise.trace.recorder import UndoMode, dtype_name, result_tensors, tensors_in
 from ampwise.trace.value_ranges import local_shard, readable_values
 
-__all__ = ["InspectMode", "values_of"]
+__all__ = ["InspectMode", "inspect_op", "values_of"]
 
 MAX_VALUES_IN_FP64 = 2**22  # up to here an operation is recomputed whole in FP64, above only some of its bad results
 MAX_SCORES_IN_FP64 = 2**24  # attention's logits
@@ -63,11 +63,11 @@ class InspectMode(UndoMode):
         name = self._wanted.get(self._count)
         if name is None or name != str(func):
             return func(*args, **kwargs)
-        result, self.seen[self._count] = _inspect(func, args, kwargs)
+        result, self.seen[self._count] = inspect_op(func, args, kwargs)
         return result
 
 
-def _inspect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def inspect_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Run an operation; inspect its inputs before it may overwrite them, and its results after."""
     name, schema_names = base_name(str(func)), [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(schema_names, args, strict=False)), **kwargs}

@@ -34,10 +34,13 @@ class PythonState:
     """The Python state that models and functions can reach, saved by ``note`` and restored by ``put_back``.
 
     Counters, lists, buffers, generators and variables of functions. Among objects of libraries only modules are
-    saved: others may be in use elsewhere.
+    saved: others may be in use elsewhere. copies_arrays: False where they may be large data: they become read-only
+    until ``put_back``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies_arrays: bool = True) -> None:
+        self._copies_arrays = copies_arrays
+        self._frozen: dict[int, Any] = {}  # arrays that were made read-only
         self._restores: dict[int, tuple[Any, list[Restorer]]] = {}
 
     def note(self, things: Iterable[Any]) -> None:
@@ -45,7 +48,13 @@ class PythonState:
         pending = deque(things)
         while pending and len(self._restores) < MAX_OBJECTS:
             each = pending.popleft()
-            if id(each) not in self._restores and _is_saved(each):
+            if id(each) in self._restores:
+                continue
+            if not self._copies_arrays and _is_array(each):
+                if each.flags.writeable:
+                    each.flags.writeable = False
+                    self._frozen[id(each)] = each
+            elif _is_saved(each):
                 restores, parts = _save(each)
                 self._restores[id(each)] = each, restores
                 pending.extend(parts)
@@ -71,6 +80,9 @@ class PythonState:
         for _, restores in self._restores.values():
             for restore in restores:
                 restore()
+        for array in sorted(self._frozen.values(), key=lambda array: array.base is not None):  # a view after its base
+            array.flags.writeable = True
+        self._frozen.clear()
 
 
 @contextmanager
@@ -98,11 +110,16 @@ def _is_saved(thing: Any) -> bool:
     return file is not None and code_owner(file) == "own"
 
 
+def _is_array(thing: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(thing, numpy.ndarray)
+
+
 def _is_from_numpy(thing: Any) -> bool:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return False
-    if isinstance(thing, numpy.ndarray):
+    if _is_array(thing):
         return bool(thing.flags.writeable and thing.nbytes <= MAX_ARRAY_BYTES)
     return isinstance(thing, numpy.random.Generator | numpy.random.RandomState)
 

@@ -22,7 +22,6 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from ampwise.trace.call_site import calling_site, code_owner
 from ampwise.trace.replay import is_finite
@@ -96,7 +95,6 @@ class EntryPoints:
         for name in ("nan_to_num", "nan_to_num_"):
             patches.replace(torch, name, self._wrapped_replacement)
             patches.replace(Tensor, name, self._wrapped_replacement)
-        self._follow(_MapDatasetFetcher, "fetch", self.fetch, skips=True)
         self._hooks = [
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
@@ -528,11 +526,6 @@ class EntryPoints:
             with self._guard:
                 self._tracker.region_entered(PRECISIONS.get(region.fast_dtype, "other"))
         return result
-
-    def fetch(self, original: Function, fetcher: Any, *args: Any) -> Any:
-        with self._guard:
-            self._watch.data_begins(partial(original, fetcher, *args))
-        return original(fetcher, *args)
 
     def save(self, original: Function, obj: Any, *args: Any, **kwargs: Any) -> Any:
         with self._guard:

@@ -139,12 +139,11 @@ class LossCode:
     """The code of one loss, outermost function first, with the values it began with."""
 
     stages: list[_Stage] = field(default_factory=list)
-    fetch: Callable[[], Any] | None = None  # gives a DataLoader's last batch again
     tensors: list[tuple[Tensor, int]] = field(default_factory=list)  # with their versions
 
     def run(self) -> Any:
         """Run the statements again and return the loss."""
-        given: dict[str, Any] = {} if self.fetch is None else {ITEM: self.fetch()}
+        given: dict[str, Any] = {}
         result = None
         for stage in self.stages:
             names = {**stage.names, **stage.variables, **given}
@@ -199,15 +198,15 @@ def loss_code(
             code, number, running = running
             if code_owner(code.co_filename) == "own":
                 model_lines[code] = _line_of(code, number)
-    return _code(frame, instruction, _has_graph, lambda frame: model_lines.get(frame.f_code, 0), None)
+    return _code(frame, instruction, _has_graph, lambda frame: model_lines.get(frame.f_code, 0))
 
 
-def data_code(frame: FrameType | None, instruction: int, fetch: Callable[[], Any] | None) -> LossCode | None:
+def data_code(frame: FrameType | None, instruction: int, *, loaded: bool) -> LossCode | None:
     """Return the code of a bad loss from where its data were finite; None if it is unknown.
 
-    Only what is bad is computed again, as far out as the last batch of a generator, or of a DataLoader by ``fetch``.
+    Only what is bad is computed again, as far out as the last batch of a generator. loaded: DataLoaders give batches.
     """
-    return _code(frame, instruction, _is_bad, lambda frame: 0, fetch, at_hand=True)
+    return _code(frame, instruction, _is_bad, lambda frame: 0, at_hand=True, loaded=loaded)
 
 
 def code_between(frame: FrameType, instruction: int) -> CodeType | None:
@@ -267,9 +266,9 @@ def _code(
     instruction: int | None,
     is_computed: Callable[[Any], bool],
     first_line: Callable[[FrameType], int],
-    fetch: Callable[[], Any] | None,
     *,
     at_hand: bool = False,
+    loaded: bool = False,
 ) -> LossCode | None:
     """Return the statements that compute the loss in a function, in its callers, and in generators that it reads.
 
@@ -312,10 +311,7 @@ def _code(
             return None
         instruction = None
         if yielded:
-            wanted, frame = (_Yielded(),), _suspended(found.iterates, by_name=fetch is not None)
-            if frame is None and fetch is not None:
-                made.fetch = fetch
-                return made
+            wanted, frame = (_Yielded(),), _suspended(found.iterates, by_name=loaded)
         elif given:
             wanted = tuple(_Parameter.of(frame.f_code, name, is_method=own is not None) for name in given)
             frame = own_caller(frame)

@@ -7,7 +7,7 @@ gradients of its outputs. Only the generator's state is copied, and nothing sync
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -94,8 +94,7 @@ class LossStart:
     models: dict[nn.Module, None] = field(default_factory=dict)  # those called, in order
     running: dict[Running, None] = field(default_factory=dict)  # what was running at the first calls
     trains: set[int] = field(default_factory=set)  # indices of optimizers
-    fetch: Callable[[], Any] | None = None  # gives a DataLoader's last batch again
-    data_random: Tensor | None = None  # torch's random state before that, or at the end of the step before
+    data_random: Tensor | None = None  # torch's random state at the end of the step before
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +118,6 @@ class ModelCalls:
         self._start = LossStart()
         self.losses: deque[KeptLoss] = deque(maxlen=MOST)  # of the same steps
         self.backward_passes = 0
-        self._fetch: Callable[[], Any] | None = None
         self._data_random: Tensor | None = None
         self.updates: Counter[int] = Counter()  # by optimizer; counted at the start and at the end of each update
         self.ignored: set[int] = set()  # optimizers for which no calls are kept
@@ -193,7 +191,7 @@ class ModelCalls:
         start = self._start
         if not start.models:
             start.device, start.precision, start.random = call.device, call.precision, call.random.copy()
-            start.fetch, start.data_random = self._fetch, self._data_random
+            start.data_random = self._data_random
         start.models[call.model] = None
         start.trains.update(call.trains)
         if len(start.running) < MOST:
@@ -211,7 +209,7 @@ class ModelCalls:
         if not start.models:
             if not ends and loss.grad_fn is None:
                 return None
-            start.device, start.fetch, start.data_random = loss.device, self._fetch, self._data_random
+            start.device, start.data_random = loss.device, self._data_random
         if ends:
             self._start = LossStart()
             self.backward_passes += 1
@@ -223,10 +221,6 @@ class ModelCalls:
             kept.code = loss_code(frame, list(start.running), instruction)
         self.losses.append(kept)
         return kept
-
-    def data_begin(self, fetch: Callable[[], Any] | None = None) -> None:
-        """Note that the script's code for the next batch begins here. fetch: gives the batch, if it can be repeated."""
-        self._fetch, self._data_random = fetch, torch.default_generator.get_state()
 
     def adopt(
         self,
@@ -265,7 +259,7 @@ class ModelCalls:
 
     def step_over(self, index: int, *, ran: bool) -> None:
         """Note the end of a step. ran: weights may have changed."""
-        self.data_begin()
+        self._data_random = torch.default_generator.get_state()
         if ran:
             self.updates[index] += 1  # a second time, for passes within the step
         for call in self._kept:

@@ -37,6 +37,7 @@ from ampwise.trace.python_state import attributes_restored, muted_output
 from ampwise.trace.ranks import CollectiveInReplay, collectives_refused, is_multi_rank
 from ampwise.trace.replay import OptimizerPast, Replay, ReplaySettings, ReplayStep, is_compiled, is_finite
 from ampwise.train.random_state import restore_random, to_plain_random
+from ampwise.watch.batch_draws import BatchDraws
 from ampwise.watch.findings import FROM_ANOTHER_RANK
 from ampwise.watch.inspection import floats_in, has_fsdp1
 from ampwise.watch.loss_code import LossCode, code_between, data_code
@@ -65,6 +66,7 @@ class StepToReplay:
     optimizers: tuple[Optimizer, ...] = ()
     pasts: tuple[OptimizerPast, ...] = ()  # of the optimizers
     raised: bool = False  # torch's anomaly detection has raised an error: a NaN may not have reached any gradient
+    draws: BatchDraws | None = None  # the batches of the step
 
     @property
     def bad_loss(self) -> bool:
@@ -98,6 +100,7 @@ class BadStepReplays:
         self._saved = 0
         self._counts: Counter[bool] = Counter()
         self._last: dict[bool, int] = {}
+        self.draws = BatchDraws()
         self.after_model = False  # a bad step was replayed, and its models are finite
         self.sentences: dict[str, None] = {}  # on steps that were not replayed; in order, each once
 
@@ -122,7 +125,7 @@ class BadStepReplays:
             return []
         try:
             with self._paused():
-                result = _replay(fresh, losses, step)
+                result = _replay(fresh, losses, replace(step, draws=self.draws))
         except Exception as error:  # perhaps the model's own
             self._failed(error)
             what = ": ".join(each for each in (type(error).__name__, str(error).rstrip(".")) if each)
@@ -375,9 +378,9 @@ def _explain_loss(loss: KeptLoss, calls: Sequence[ModelCall], step: StepToReplay
         return None
     if code is not None and code.is_unchanged and all(map(_is_finite, code.computed())):
         failure = _run_again(code, loss, calls, step)
-    if is_bad and (failure is None or failure.source is not None):
+    if is_bad and (failure is None or (failure.source is not None and failure.source.drawn is None)):
         # Perhaps the data were bad, and the script's own code has computed them.
-        code = data_code(_frame_of(loss), (loss.used_at or (None, 0))[1], start.fetch)
+        code = data_code(_frame_of(loss), (loss.used_at or (None, 0))[1], loaded=bool(step.draws))
         with _numpy_faults() as faults:
             found = None if code is None else _run_again(code, loss, calls, step, from_data=True)
         if found is not None:
@@ -511,6 +514,8 @@ def _diagnosis(
     failure = diagnose(subject)
     if failure is None or failure.not_reproduced:
         return None
+    if step.draws is not None:
+        failure = step.draws.explained(failure, subject.batch)
     if is_multi_rank():
         return failure.but(rank=torch.distributed.get_rank(), ranks=torch.distributed.get_world_size())
     return failure

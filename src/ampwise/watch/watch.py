@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -168,6 +168,7 @@ class Watch:
             self._models = Models(patches, self, self._skipper)
             patches.wrap(BaseProcess, "start", self._process_starts)
             self._entry_points = EntryPoints(patches, self._tracker, self, self._skipper)
+            self._bad_steps.draws.install(patches)
             if self._with_timing:
                 self._timing = RunTiming(patches, profile_at=[step for step in PROFILED if step > self.steps])
             for optimizer, _ in self._tracker.optimizers.pairs():  # from an earlier installation
@@ -192,6 +193,7 @@ class Watch:
                 self._timing = None
             self._remove_hooks()
             self._calls.forget()
+            self._bad_steps.draws.forget()
             self._entry_points.remove()
             self._patches.undo()
             self._patches = None
@@ -326,10 +328,6 @@ class Watch:
         is_bad = kept.value.is_cpu and not math.isfinite(kept.value)
         if is_bad or not all(map(are_finite_on_host, stepping)):
             self.explain_now(kept, kept.value)
-
-    def data_begins(self, fetch: Callable[[], Any]) -> None:
-        """Note that a DataLoader makes a batch, and how to make it again."""
-        self._calls.data_begin(fetch)
 
     def loss_read(self, frame: FrameType | None, loss: Tensor) -> None:
         """Explain a loss that is not finite and that the script reads: it may never get to a step."""

@@ -3,10 +3,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ampwise.finding import Findings, Rule, Severity
-from ampwise.rules.amp9xx_nan.failure_text import bad_values_text, failure_finding, operation_text
+from ampwise.rules.amp9xx_nan.failure_text import bad_values_text, failure_finding, join_items, operation_text
 
 if TYPE_CHECKING:
-    from ampwise.trace.failure import BadTensor, Failure
+    from ampwise.trace.failure import BadTensor, DataOrigin, Failure
 
 RULE = Rule(
     code="AMP901",
@@ -17,7 +17,8 @@ RULE = Rule(
         "One NaN in a sample is enough: a matmul spreads it over the sample, the mean over the batch makes the loss "
         "NaN, and the backward pass makes every gradient NaN. No operation is at fault, and no other precision or loss "
         "scale helps. Usual sources are a division or logarithm in the preprocessing (the standard deviation of a "
-        "constant channel), missing values read as NaN, a corrupt file, and inputs above 65504 cast to FP16."
+        "constant channel), missing values read as NaN, a corrupt file, and inputs above 65504 cast to FP16. `ampwise "
+        "run` draws the bad samples of a DataLoader once more, to name the line that computed the value."
     ),
     fix=(
         "Inspect the reported samples, and fix or drop them where they are created: in the dataset or the collate "
@@ -42,11 +43,33 @@ def check_op(failure: Failure) -> Findings:
         what = f"{first} received a Python number that is NaN, computed earlier"
     else:
         name = f"`{source.name}`" if source.name else "a tensor"
+        if source.drawn is not None:
+            finding = failure_finding(RULE, failure, _drawn_text(name, source, source.drawn), advice=source.drawn.fix)
+            more: dict[str, object] = {"index": ", ".join(source.drawn.indices or (source.drawn.index,))}
+            if source.first_use is not None and source.first_use.site.file:
+                more["first_read"] = f"{first} at {source.first_use.site.in_text}"
+            yield finding.but(evidence={**more, **finding.evidence})
+            return
         came = "was passed to the step" if source.what == "batch" else "is used by the step and comes from outside it"
         what = f"{name} {came} with {bad_values_text(source.values)}{_samples(source)}"
         what += f"; numpy computed an invalid value at {source.made_at.in_text}" if source.made_at.file else ""
         what += f", and was first read by {first}" if first else ""
     yield failure_finding(RULE, failure, what, advice=NUMBER if source.what == "number" else "")
+
+
+def _drawn_text(name: str, source: BadTensor, drawn: DataOrigin) -> str:
+    """Return what made the value, found by drawing the batch again: the cause first."""
+    kinds = source.values.special if source.values is not None else {}
+    bad = join_items([kind for kind in ("NaN", "inf", "-inf") if kinds.get(kind)]) or "not finite"
+    what = drawn.cause
+    if drawn.how == "computed":
+        what = f"in `{drawn.site.function}`, {what}" if drawn.site.function else what
+    elif drawn.how == "drawn":
+        what = f"`{drawn.site.function}` returns {bad}" if drawn.site.function else "it comes from the dataset"
+    of = f"the {drawn.dataset}" if drawn.dataset in ("list", "tuple", "dict") else f"`{drawn.dataset}`"
+    where = f"index {drawn.index} of {of}"
+    counts = f"{bad_values_text(source.values)}{_samples(source)}"
+    return f"{name} was {bad} before the model: {what} ({where}); {counts}"
 
 
 def _samples(source: BadTensor) -> str:

@@ -85,10 +85,11 @@ def failure_finding(rule: Rule, failure: Failure, what: str, *, advice: str = ""
                 evidence["inputs"] = _one_line(join_items(operand_texts(origin)))
         if path := _propagation(failure):
             evidence["path"] = _one_line(path)
+    culprit = failure.culprit
     place = Place(
         file=site.file or None,
         line=site.line if site.file and site.line and site.line > 0 else None,
-        module=failure.culprit.module or None if failure.culprit is not None else None,
+        module=culprit.module or None if culprit is not None and culprit.site == site else None,
         parameter=source.name or None if source is not None and source.what == "parameter" else None,
         step=failure.step,
         rank=failure.rank if failure.ranks > 1 else None,
