@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ampwise.check.source.cases import ALWAYS, Limit, conditions_at, joined
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.modes import entered_by
+from ampwise.check.source.modes import Autocast, entered_by
 from ampwise.check.source.names import dotted_text, last_name, method_called
 from ampwise.check.source.precision import AutocastContext, argument_of
 from ampwise.check.source.torch_names import BF16, SPELLINGS
@@ -98,11 +98,21 @@ def _may_be_bf16(autocast: AutocastContext, code: SourceFile) -> bool:
     if autocast.manager is not None and autocast.entered_in is not None:
         ways = conditions_at(autocast.entered_in, autocast.manager)
     for one in entered_by(autocast):
-        if one.dtype == BF16 and one.device not in NOT_CUDA:
+        if one.dtype == BF16 and _may_be_on_cuda(one, code):
             together = [given for way in ways if (given := joined(one.given, way)) is not None]
             if any(all(_is_likely(name, limit, code) for name, limit in given.items()) for given in together):
                 return True
     return False
+
+
+def _may_be_on_cuda(autocast: Autocast, code: SourceFile) -> bool:
+    """Whether an autocast's device may be a GPU; a variable that the file sets is what the file sets it to."""
+    if autocast.device is not None:
+        return autocast.device not in NOT_CUDA
+    device = argument_of(autocast.node, "device_type", 0) if isinstance(autocast.node, ast.Call) else None
+    name = (dotted_text(device) or "").rpartition(".")[2] if device is not None else ""
+    values = _defaults(code).get(name, set())
+    return not values or not values <= set(NOT_CUDA)
 
 
 def _is_likely(option: str, limit: Limit, code: SourceFile) -> bool:
