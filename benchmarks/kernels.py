@@ -66,7 +66,7 @@ def search() -> Result:
                 shapes[f"{verdict} ({mask} mask, {length} keys, logits {shift:+.0f})"] = None
         if ran:
             shown = "; ".join(list(shapes)[:4]) + (f"; {len(shapes) - 4} more" if len(shapes) > 4 else "")
-            result.rows.append([backend, dtype, ran, bad, off, shown])
+            result.rows.append([backend, dtype, str(ran), str(bad), str(off), shown])
     result.notes = [
         f"Lengths {', '.join(map(str, LENGTHS))}; head sizes {', '.join(map(str, WIDTHS))}; logits near 0, -120, 80.",
         f"far off: an error of more than {WRONG:.0f} times the format's rounding of the largest terms of the sum.",
