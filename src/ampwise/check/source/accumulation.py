@@ -301,7 +301,8 @@ def _goes_through_micro_batches(node: ast.For | ast.AsyncFor | ast.While) -> boo
     calls = [part for part in walk(node.iter) if isinstance(part, ast.Call)]
     pieces = [call for call in calls if method_called(call) in PIECES and call.args]
     if pieces:  # of inputs and targets; those of one tensor may be the parts of a sequence
-        return (len(pieces) > 1 or "batch" in code_of(node.iter)) and not _sees_whole_window(node)
+        is_of_batch = len(pieces) > 1 or "batch" in code_of(node.iter) or _indexes_with_target(node)
+        return is_of_batch and not _sees_whole_window(node)
     if any(dotted_text(call.func) == "range" and len(call.args) == 3 for call in calls):
         return _slices_by(node)
     if _rounds(node) is None:
@@ -310,12 +311,26 @@ def _goes_through_micro_batches(node: ast.For | ast.AsyncFor | ast.While) -> boo
 
 
 def _slices_by(node: ast.For | ast.AsyncFor) -> bool:
-    """Whether a loop takes ``x[i : i + size]``."""
+    """Whether a loop takes ``x[i : i + size]``, or ``x[i:end]`` with ``end = min(i + size, len(x))``."""
     target = code_of(node.target)
+    ends = {target}
+    for part in walk(node):
+        if isinstance(part, ast.Assign) and any(name in ends for name in _names_in(part.value)):
+            ends.update([goal.id for goal in part.targets if isinstance(goal, ast.Name)])
     for part in walk(node):
         if isinstance(part, ast.Slice) and part.lower and part.upper and code_of(part.lower) == target:
-            return target in code_of(part.upper)
+            return not ends.isdisjoint(_names_in(part.upper))
     return False
+
+
+def _indexes_with_target(node: ast.For | ast.AsyncFor) -> bool:
+    """Whether a loop takes ``x[rows]`` of ``for rows in torch.randperm(len(x)).split(size)``."""
+    target = ast.unparse(node.target)
+    return any(isinstance(part, ast.Subscript) and ast.unparse(part.slice) == target for part in walk(node))
+
+
+def _names_in(node: ast.expr) -> set[str]:
+    return {part.id for part in walk(node) if isinstance(part, ast.Name)}
 
 
 def _sees_whole_window(node: ast.For | ast.AsyncFor) -> bool:

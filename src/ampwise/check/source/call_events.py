@@ -27,6 +27,8 @@ ANYTHING = "*"  # the key of an event that may concern every scaler and optimize
 # Objects whose backward(loss), step() and clip handle loss scaling themselves.
 FRAMEWORK_NAME = LazyPattern(r"(^|_)(accelerator|fabric|engine|ds_engine|model_engine|strategy|plugin|booster)$")
 CLIP_NAME = LazyPattern(r"^((adaptive_)?clip_grad\w*|dispatch_clip_grad|adaptive_gradient_clip\w*)$")
+# A class with such a name that we cannot see: backward(loss) scales, step(optimizer) unscales, may skip and updates.
+MANAGER_CLASS = LazyPattern(r"\b(MixedPrecision|Amp|AMP)\w*(Manager|Trainer|Handler|Helper|Wrapper)\b")
 # Functions that measure gradients, by name: log_gradient_stats(model), plot_grad_flow(model.named_parameters())
 MEASURE_NAME = LazyPattern(
     r"(^|_)grad(ient)?s?_?(norm|stat|flow|hist|magnitude)|(^|_)(log|plot|monitor|record|track)_grad|norm_of_grad"
@@ -170,6 +172,10 @@ class EventRecogniser:
             return None
         if isinstance(frame.outline.script.parents.get(node), ast.withitem):
             return None  # with contexts.backward(): the context for one
+        if manages_scaling(func.value, frame) and node.args:
+            key = frame.key(func.value)
+            scaled = SourceEvent(EventKind.SCALED_BACKWARD, node, context, key=key, value=node.args[0])
+            return [scaled, SourceEvent(EventKind.OPAQUE, node, context, key=key, keys=(key or "",))], False
         owner = last_name(func.value)
         handles_scaling = owner in ("self", "model", "optimizer", "amp") or FRAMEWORK_NAME.search(owner)
         if handles_scaling or frame.role(func.value) is not None:  # engine.backward(loss), optimizer.backward(loss)
@@ -203,6 +209,16 @@ class EventRecogniser:
         if not isinstance(node.func, ast.Attribute):
             return None
         frame, receiver = context.frame, node.func.value
+        if manages_scaling(receiver, frame):
+            optimizers = [part for part in arguments_given(node) if frame.role(part) == OPTIMIZER]
+            if not optimizers:
+                return None
+            applied = frame.key(optimizers[0])
+            step = SourceEvent(EventKind.SCALER_STEP, node, context, key=frame.key(receiver), other=applied)
+            update = SourceEvent(EventKind.UPDATE, node, context, key=frame.key(receiver))
+            return [step, update, SourceEvent(EventKind.ZERO_GRAD, node, context)], False
+        if node.func.attr != "step":
+            return None
         role = frame.role(receiver)
         if isinstance(receiver, ast.Call) and role_of_name(last_name(receiver.func)) == SCHEDULER:
             role = SCHEDULER  # optimizer.scheduler().step()
@@ -254,7 +270,7 @@ class EventRecogniser:
 
 _SPECIAL = {
     "backward": EventRecogniser.backward,
-    "step": EventRecogniser.step,
+    **dict.fromkeys(("step", "optimize"), EventRecogniser.step),
     "update": EventRecogniser.update,
     "unscale_": EventRecogniser.unscale,
     "zero_grad": EventRecogniser.zero_grad,
@@ -262,6 +278,14 @@ _SPECIAL = {
     "scale_loss": EventRecogniser.handled_elsewhere,
     **dict.fromkeys(IN_PLACE, EventRecogniser.in_place),
 }
+
+
+def manages_scaling(node: ast.expr, frame: Frame) -> bool:
+    """Whether an object does the scaled backward and the step for a script: ``amp`` in ``amp.step(optimizer)``."""
+    if not MANAGER_CLASS.search(frame.outline.script.text) or not isinstance(node, ast.Name | ast.Attribute):
+        return False
+    calls = [(value, home) for value, home in frame.values(node) if isinstance(value, ast.Call)]
+    return any(MANAGER_CLASS.search(last_name(one.func)) and home.definition(one.func) is None for one, home in calls)
 
 
 def _name_of(func: ast.expr, frame: Frame) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ampwise.check.source.call_events import ANYTHING
+from ampwise.check.source.call_events import ANYTHING, manages_scaling
 from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.lazy_pattern import LazyPattern
@@ -47,6 +47,7 @@ SAVES_OTHER = LazyPattern(
 TRACKERS = LazyPattern(r"wandb|mlflow|neptune|comet|tensorboard|writer|clearml", re.IGNORECASE)
 RUNS_LATER = frozenset(("partial", "submit", "apply_async", "run_in_executor", "to_thread", "Thread", "Process"))
 SCALER_CLASS = LazyPattern(r"(Grad|Native|Loss|Amp|AMP)\w*Scaler\w*$")
+HANDS_OVER = RUNS_LATER | {"add_event_handler"}
 STEPS_OPTIMIZER = frozenset(("optimizer step", "scaler step", "unscale", "zero grad"))
 USES_SCALER = frozenset(("scaled backward", "scaler step", "unscale"))
 
@@ -105,7 +106,9 @@ def _saved_checkpoints(code: SourceFile) -> list[SavedCheckpoint]:
         reader: SavedValueReader, call: ast.expr, frame: Frame, contents: Contents, trace: CodeTrace | None
     ) -> None:
         where, home = reader.place(call, frame)
-        display = reader.display[0]
+        display, made_in = reader.display
+        if isinstance(call, ast.Call) and _handed_to_a_handler(call, frame) and display and made_in:
+            where, home = display, made_in  # once, however many handlers get it
         known = found.setdefault(where, SavedCheckpoint(where, home, contents, display))
         known.contents = together([known.contents, contents])
         known.optimizers |= reader.optimizers
@@ -155,7 +158,8 @@ def _saving_calls(code: SourceFile) -> Iterator[tuple[ast.Call, Frame, list[ast.
                 if arguments is not None:
                     yield site.call, site.context.frame, arguments, trace
     for call in code.nodes(ast.Call):  # in lambdas, and in functions that have no part in training
-        if call not in reached and _may_save(name_of(call.func)):
+        may_save = _may_save(name_of(call.func)) or any(word.arg == "to_save" for word in call.keywords)
+        if call not in reached and may_save:
             frame = code.frame(code.function_at(call))
             arguments = _saved_arguments(call, frame)
             if arguments is not None:
@@ -180,13 +184,16 @@ def _is_dead(node: ast.AST, frame: Frame) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _may_save(name: str) -> bool:
-    return name in RUNS_LATER or SAVES.search(name) is not None or SAVES_CLASS.search(name) is not None
+    return name in HANDS_OVER or SAVES.search(name) is not None or SAVES_CLASS.search(name) is not None
 
 
 def _saved_arguments(call: ast.Call, frame: Frame) -> list[ast.expr] | None:
     """Return what a call saves; None if it does not save, or if it is followed into its function."""
     func, given = call.func, arguments_given(call)
     name = name_of(func)
+    handed = _handed_to_a_handler(call, frame)
+    if handed or name == "add_event_handler":
+        return handed or None
     if name in RUNS_LATER:  # partial(save, model, optimizer), Thread(target=torch.save, args=(state, path))
         saver = next((part for part in given if SAVES.search(name_of(part))), None)
         if saver is None or (isinstance(saver, ast.Name) and frame.function.holds(saver.id)):
@@ -204,6 +211,18 @@ def _saved_arguments(call: ast.Call, frame: Frame) -> list[ast.expr] | None:
         return None
     receiver = (dotted_text(func.value) or "") if isinstance(func, ast.Attribute) else ""
     return None if TRACKERS.search(receiver) else given
+
+
+def _handed_to_a_handler(call: ast.Call, frame: Frame) -> list[ast.expr]:
+    """Return what a framework saves later, as ignite does: ``f(trainer, to_save={...})``, or what a handler is given.
+
+    The latter is ``trainer.add_event_handler(event, ModelCheckpoint(path), {...})``.
+    """
+    if name_of(call.func) == "add_event_handler" and len(call.args) > 2:
+        makers = [value for value, _ in frame.values(call.args[1]) if isinstance(value, ast.Call)]
+        return call.args[2:] if any(SAVES_CLASS.search(name_of(maker.func)) for maker in makers) else []
+    named = [word.value for word in call.keywords if word.arg == "to_save"]
+    return named if named and frame.callee(call) is None and not _is_dead(call, frame) else []
 
 
 def _owner(function: FunctionOutline) -> ClassOutline | None:
@@ -235,7 +254,8 @@ def _loads_scaler(code: SourceFile) -> bool:
 
 
 def _scaler_events(trace: CodeTrace) -> list[SourceEvent]:
-    return [event for event in trace.events() if event.kind in USES_SCALER and event.key != ANYTHING]
+    used = [event for event in trace.events() if event.kind in USES_SCALER and event.key != ANYTHING]
+    return [event for event in used if not manages_scaling(event.receiver, event.frame)]
 
 
 def _names_given_away(code: SourceFile) -> set[str | None]:

@@ -67,6 +67,8 @@ def _changes_by_call(call: ast.Call) -> Iterable[tuple[ast.expr, str, str, ast.e
     given = arguments_given(call)
     if isinstance(call.func, ast.Attribute):
         base, method = call.func.value, call.func.attr
+        while isinstance(base, ast.Subscript):  # state["optimizers"].append(...)
+            base = base.value
         if method in ("update", "extend"):
             yield from [(base, "merge", "", argument) for argument in call.args]
             yield from [(base, "item" if word.arg else "merge", word.arg or "", word.value) for word in call.keywords]

@@ -32,6 +32,10 @@ LINEAR = frozenset(
     "sum mean stack cat add add_ sub sub_ mul mul_ multiply div div_ divide true_divide neg nan_to_num reduce clone to "
     "float double cuda type_as squeeze view reshape contiguous flatten requires_grad_ values items get pop".split()
 )
+# Of these, methods whose arguments are shapes, dtypes and keys.
+RESHAPES = frozenset(
+    "sum mean to type_as squeeze view reshape contiguous flatten requires_grad_ get pop clone reduce".split()
+)
 LOSS = LazyPattern(r"loss|objective|criterion", re.IGNORECASE)
 # Gradients, or buckets of them in a communication hook, and the learning rate.
 APPLIED = LazyPattern(r"(^|_)lr($|_)|learning_?rate|^grads?(_|$)|gradients?$|bucket", re.IGNORECASE)
@@ -40,7 +44,8 @@ GRADIENTS = frozenset(("grad", "grads", "gradients"))
 OTHER_DIVISOR = LazyPattern(r"world|rank|norm|clip|coef|(^|_)eps|scal", re.IGNORECASE)
 SAID_TO_SUM = LazyPattern(r"#.*reduction\W{1,4}sum")  # "NOTE: reduction == sum, there is no normalisation yet"
 BUILT_IN = frozenset(("torch", "len", "max", "min", "float", "int"))
-MEASURES = frozenset(("sum", "size", "numel", "nelement", "count_nonzero", "clamp", "clamp_min", "item", "norm"))
+MEASURES = frozenset(("sum", "size", "numel", "nelement", "count_nonzero", "norm"))
+BOUNDS = frozenset(("clamp", "clamp_min", "clip", "item"))  # a measure, if of one: mask.sum().clamp(min=1)
 
 
 class Division(NamedTuple):
@@ -78,7 +83,7 @@ class LossNormalisation:
         if backward.value is None or not isinstance(call, ast.Call) or self.is_nominal:
             return True
         # With weights of its own, as in loss.backward(gradient), anything is possible.
-        weighted = bool(call.args) or any(word.arg == "gradient" for word in call.keywords)
+        weighted = call.args not in ([], [backward.value]) or any(word.arg == "gradient" for word in call.keywords)
         if weighted and frame.qualified(call.func) != "torch.autograd.backward":
             return True
         for outer in frame.callers():
@@ -112,7 +117,9 @@ class LossNormalisation:
 
     def says_size(self, node: ast.expr) -> bool:
         """Whether an expression names the size of the window, or says that it is about accumulation."""
-        text = code_of(node)
+        return self.is_said_in(code_of(node))
+
+    def is_said_in(self, text: str) -> bool:
         return self.is_named_in(text) or ACCUMULATES.search(text) is not None
 
 
@@ -216,10 +223,20 @@ class _Flow:
         """Whether a divisor is a measure of the micro-batch: ``mask.sum()``, ``len(x)``, ``x.shape[0]``."""
         if isinstance(divisor, ast.BinOp):  # mask.sum() + 1e-6
             return self._measures(divisor.left, frame) or self._measures(divisor.right, frame)
-        made = [divisor]
-        if isinstance(divisor, ast.Name):
-            made = [value.node for value in frame.values(divisor) if value.node is not None]
-        for node in made:
+        pending: list[ast.expr] = [divisor]
+        seen: set[ast.expr] = set()
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if isinstance(node, ast.Name):
+                pending += [value.node for value in frame.values(node) if value.node is not None]
+                continue
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in BOUNDS:
+                of_torch = dotted_text(node.func.value) == "torch" and node.args
+                pending.append(node.args[0] if of_torch else node.func.value)
+                continue
             inner = node
             while isinstance(inner, ast.Subscript | ast.Call | ast.Attribute):
                 is_measure = isinstance(inner, ast.Attribute) and (inner.attr in MEASURES or inner.attr == "shape")
@@ -287,14 +304,25 @@ class _Flow:
             return True
         is_linear = (method or last_name(func)) in LINEAR
         followed = [func.value] if is_linear and isinstance(func, ast.Attribute) else []
-        followed += [part for part in arguments_given(call) if is_linear or LOSS.search(last_name(part))]
+        adds = is_linear and (method not in RESHAPES or last_name(followed[0]) in ("torch", "dist", "F"))
+        followed += [part for part in arguments_given(call) if adds or LOSS.search(last_name(part))]
         return any(self.divides(part, frame, depth, strict, is_mean) for part in followed)
 
     def _may_divide_unseen(self, call: ast.Call, frame: Frame) -> bool:
         """Whether a function we cannot see may divide by the size: it gets n, or is an unknown method of ``self``."""
         arguments = arguments_given(call)
-        if any(self.known.says_size(part) for part in arguments):
-            return True
+        loop = self.known.window.loop
+        pieces = _stored_in(loop.node) if loop is not None and loop.frame is frame else set()
+        named = {id(word.value): word.arg or "" for word in call.keywords}
+        for part in arguments:
+            names = {name.id for name in walk(part) if isinstance(name, ast.Name)}
+            text = ast.unparse(part)
+            if names & pieces:  # a micro-batch, or its length, does not tell how many there are
+                text = re.sub(rf"(?<![\w.])({'|'.join(names & pieces)})(?!\w)", "_", text)
+            elif ACCUMULATES.search(named.get(id(part), "")) or (pieces and text.startswith("len(")):
+                return True
+            if self.known.is_said_in(text):
+                return True
         if any(isinstance(argument, ast.Name) and argument.id == "self" for argument in arguments):
             return True
         if "." in self.known.size:  # it gets the options that n is one of
@@ -326,7 +354,8 @@ class _Flow:
         if home.caller is not None and argument is not None:
             return self.divides(argument, home.caller, depth + 1, strict, is_mean)
         # A loss that a caller we cannot see computed. It may divide by n, unless this function is the one that knows n.
-        unseen = home.caller is None and not bindings
+        # What a constructor gets is no loss: in `loss + beta * kld` it is a weight.
+        unseen = home.caller is None and not bindings and function.name != "__init__"
         return unseen and (not self.known.size or len(frame.lookup.paths) > 1)
 
     def _value_divides(

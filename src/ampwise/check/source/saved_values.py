@@ -14,7 +14,15 @@ from ampwise.check.source.frame import Frame, once_per_function, once_per_node
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import arguments_given, code_of, dotted_text
 from ampwise.check.source.outline import ClassOutline, FileOutline, FunctionOutline
-from ampwise.check.source.torch_names import MODEL_NAME, NOT_A_GRAD_SCALER, OPTIMIZER, SCALER, SCHEDULER, role_of_name
+from ampwise.check.source.torch_names import (
+    MODEL_NAME,
+    NOT_A_GRAD_SCALER,
+    OPTIMIZER,
+    OPTIMIZER_CLASS,
+    SCALER,
+    SCHEDULER,
+    role_of_name,
+)
 from ampwise.check.source.tree_walk import walk
 
 SAVES_CLASS = LazyPattern(r"Checkpoint|Saver$|Snapshot")
@@ -157,7 +165,10 @@ class SavedValueReader:
             ]
             return self._displayed(node, frame, together(parts))
         if isinstance(node, ast.Call):
-            return self._called(node, frame, line)
+            # In [Adam(model.parameters()) for model in models] the elements have no names.
+            is_class = OPTIMIZER_CLASS.search(frame.qualified(node.func) or "") is not None
+            makes_optimizer = is_class and frame.role_of_call(node) == OPTIMIZER
+            return THE_OPTIMIZER if makes_optimizer else self._called(node, frame, line)
         if isinstance(node, ast.DictComp | ast.ListComp | ast.SetComp | ast.GeneratorExp):
             return self._comprehended(node, frame, line)
         if isinstance(node, ast.IfExp):

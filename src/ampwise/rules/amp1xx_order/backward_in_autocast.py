@@ -32,7 +32,7 @@ RULE = Rule(
     good='with torch.autocast("cuda"):\n    loss = loss_fn(model(x), y)\nscaler.scale(loss).backward()',
     fixable="sometimes",
 )
-NEEDS = (("autocast",), (".backward(",))
+NEEDS = (("autocast", "amp", "ixed"), (".backward(",))
 
 BACKWARDS = ("backward", "scaled backward")
 PURE_CONTEXTS = {*AUTOCASTS, "contextlib.nullcontext", "contextlib.suppress"}
@@ -44,7 +44,9 @@ def check_source(code: SourceFile) -> Findings:
         autocast = event.context.autocast
         if event.kind not in BACKWARDS or autocast is None or event.node in seen:
             continue
-        if autocast.known and autocast.may_be_on and not _is_off(event, autocast):
+        # One that is known by its name only: the scaler confirms that it is autocast.
+        is_certain = autocast.known or event.kind == "scaled backward"
+        if is_certain and autocast.may_be_on and not _is_off(event, autocast):
             seen.add(event.node)
             edits, fix, is_safe = _after_the_block(event, code)
             yield RULE.at(

@@ -37,7 +37,7 @@ RULE = Rule(
     ),
     fixable="sometimes",
 )
-NEEDS = (("caler",), ("backward(",), (".step(",))
+NEEDS = (("caler", "MixedPrecision"), ("backward(",), (".step(",))
 
 # A condition with any of these checks whether the step was applied.
 CHECKS_STEP = LazyPattern(

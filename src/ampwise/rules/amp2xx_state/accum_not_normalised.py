@@ -35,7 +35,10 @@ RULE = Rule(
     ),
     fixable="sometimes",
 )
-NEEDS = ((".backward(",), ("autocast", "caler", "loat16", ".half(", "fp16", "FP16", "bf16", "loss_scal"))
+NEEDS = (
+    (".backward(",),
+    ("autocast", "caler", "loat16", ".half(", "fp16", "FP16", "bf16", "loss_scal", "MixedPrecision"),
+)
 
 
 def check_source(code: SourceFile) -> Findings:

@@ -67,8 +67,8 @@ def _save_and_load(checkpoint: SavedCheckpoint, code: SourceFile) -> tuple[Edit,
     name, script = scaler[0], code.script
     keys = [key.value for key in saved.keys if isinstance(key, ast.Constant)]
     key = "grad_scaler" if "scaler" in keys else "scaler"
-    if not keys or key in keys:
-        return ()
+    if not keys or key in keys or not any("state_dict(" in script.segment(value) for value in saved.values):
+        return ()  # of the objects themselves, old checkpoints may need to have all that are asked for
     loads: dict[tuple[object, str], ast.Call] = {}  # the last one of each function, by what it loads from
     for call in code.nodes(ast.Call):
         frame = code.frame(code.function_at(call))

@@ -4,6 +4,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.call_events import manages_scaling
 from ampwise.check.source.cases import FALSE, denies
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
@@ -48,7 +49,7 @@ def check_source(code: SourceFile) -> Findings:
             continue
         if any(autocast.surely_fp16 for autocast in mode.region.autocasts):
             continue  # a step in both needs it
-        if _is_contradictory(mode.given):
+        if _is_contradictory(mode.given) or manages_scaling(mode.backward.receiver, mode.backward.frame):
             continue
         made, autocast = mode.scaler, mode.autocast
         # Options of the scaler that autocast does not depend on: the user turns both on, or a scaler for FP16 alone.
