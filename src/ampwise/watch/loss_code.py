@@ -209,8 +209,8 @@ def data_code(frame: FrameType | None, instruction: int, *, loaded: bool) -> Los
     return _code(frame, instruction, _is_bad, lambda frame: 0, at_hand=True, loaded=loaded)
 
 
-def code_between(frame: FrameType, instruction: int) -> CodeType | None:
-    """Return the statements of a function between one that it has run and the one that it is running; None if none.
+def code_between(frame: FrameType, instruction: int) -> Callable[[], None] | None:
+    """Return a function that runs the statements between one that a frame has run and its current one; None if none.
 
     Those that only report something are left out, and those that cannot run elsewhere.
     """
@@ -232,13 +232,24 @@ def code_between(frame: FrameType, instruction: int) -> CodeType | None:
     kept = [each for each in between if not (_only_reports(each) or _needs_its_place(each))]
     if not kept:
         return None
-    return compile(ast.Module(body=kept, type_ignores=[]), code.co_filename, "exec", dont_inherit=True)
+    between_them = compile(ast.Module(body=kept, type_ignores=[]), code.co_filename, "exec", dont_inherit=True)
+    names = {**frame.f_globals, **frame.f_locals}
+    return lambda: exec(between_them, dict(names))
 
 
-def only_assignment_of(key: str) -> CallSite | None:
-    """Return the only line of the script's own code that assigns to an item of this name, such as ``group["lr"]``."""
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    found = [
+def only_assignment_of(key: str, near: str | None) -> CallSite | None:
+    """Return the only line that assigns to an item of this name, such as ``group["lr"]``.
+
+    near: a file to look into; if none is there, in all of the script's own code.
+    """
+    found = _assignments(key, {near or ""})
+    if not found:
+        found = _assignments(key, {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())})
+    return found[0] if len(found) == 1 else None
+
+
+def _assignments(key: str, files: Set[str]) -> list[CallSite]:
+    return [
         CallSite(file=file, line=node.lineno)
         for file in files
         if file.endswith(".py") and code_owner(file) == "own"
@@ -248,7 +259,6 @@ def only_assignment_of(key: str) -> CallSite | None:
         and isinstance(node.slice, ast.Constant)
         and node.slice.value == key
     ]
-    return found[0] if len(found) == 1 else None
 
 
 def _only_reports(statement: ast.stmt) -> bool:

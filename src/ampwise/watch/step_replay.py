@@ -388,9 +388,8 @@ def _explain_loss(loss: KeptLoss, calls: Sequence[ModelCall], step: StepToReplay
     if failure is None and not is_bad and code is not None and code.is_unchanged and step.scale is None:
         frame = _frame_of(loss)  # perhaps the script has changed the gradients since
         change = None if frame is None else code_between(frame, (loss.used_at or (None, 0))[1])
-        if frame is not None and change is not None:
-            names = {**frame.f_globals, **frame.f_locals}
-            failure = _run_again(code, loss, calls, step, afterwards=lambda: exec(change, dict(names)))
+        if change is not None:
+            failure = _run_again(code, loss, calls, step, afterwards=change)
     return None if failure is None else _Result(findings_about(failure), call=own[0] if own else None)
 
 

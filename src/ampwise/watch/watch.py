@@ -484,7 +484,7 @@ class Watch:
         """Return what is known of an optimizer from before the step. Syncs."""
         self._note_norm(optimizer, state)
         changed = state.lr is not None and state.lr != state.first_lr
-        set_at = (only_assignment_of("lr") if changed else None) or state.made_at
+        set_at = (only_assignment_of("lr", state.made_at.file) if changed else None) or state.made_at
         first, now = (None if each is None else float(each) for each in (state.first_norm, state.norm))
         return OptimizerPast(made_at=set_at, first_norm=first, norm=now, lr=state.lr)
 

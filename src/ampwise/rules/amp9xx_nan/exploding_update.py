@@ -20,10 +20,7 @@ RULE = Rule(
         "overflows first is not at fault, and no format or loss scale helps for long. A learning rate times weight "
         "decay above 2 does the same without any gradient."
     ),
-    fix=(
-        "Lower the learning rate by a factor of 10 until the norm of the weights stays steady over the first steps; or "
-        "warm it up, and clip gradients before the step."
-    ),
+    fix="Divide the learning rate by 10 until the norm of the weights stays steady, or warm it up; clip gradients.",
     bad="optimizer = torch.optim.SGD(model.parameters(), lr=50.0)",
     good="optimizer = torch.optim.SGD(model.parameters(), lr=0.05)",
 )
