@@ -346,10 +346,7 @@ class EntryPoints:
         original(optimizer, *args, **kwargs)
         with self._guard:
             self._watch.follow_again()
-            site = calling_site()
-            self._watch.optimizer_made(optimizer, site)
-            state = self._tracker.state_of(optimizer)
-            state.made_at, state.first_lr = site, optimizer.param_groups[0].get("lr")
+            self._watch.optimizer_made(optimizer, calling_site())
 
     def add_param_group(self, original: Function, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)

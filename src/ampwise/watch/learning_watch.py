@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
 from ampwise.train.scaler.step_result import AsyncScalars
 from ampwise.watch.diluted_means import note_diluted_mean
@@ -157,9 +156,9 @@ class LearningWatch:
 
     # Optimizers
 
-    def use_of(self, state: TrackedOptimizer, made_at: CallSite | None = None) -> OptimizerUse:
+    def use_of(self, state: TrackedOptimizer) -> OptimizerUse:
         if state.index not in self._uses:
-            use = OptimizerUse(index=state.index, name=state.name, made_at=made_at or CallSite())
+            use = OptimizerUse(index=state.index, name=state.name, made_at=state.made_at)
             self._uses[state.index] = use
             self._facts.optimizers.append(use)
         return self._uses[state.index]

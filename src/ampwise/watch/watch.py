@@ -419,7 +419,9 @@ class Watch:
 
     def optimizer_made(self, optimizer: Any, site: CallSite | None = None) -> None:
         state = self._tracker.state_of(optimizer)
-        self.learning.use_of(state, site)
+        if site is not None:
+            state.made_at, state.first_lr = site, optimizer.param_groups[0].get("lr")
+        self.learning.use_of(state)
         self.learning.holds(parameters_of(optimizer))
         self._watch_models_of(optimizer, state)
         self._models.forget_found()  # models may change before the first step
