@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ampwise.guard.ladder import Ladder as Ladder
     from ampwise.guard.stopping import Stopped as Stopped
     from ampwise.hardware import find_gpu as find_gpu
+    from ampwise.integrations.plain_loop import watch as watch
     from ampwise.numbers.census.algebra import Census as Census
     from ampwise.numbers.census.device_census import DeviceCensus as DeviceCensus
     from ampwise.numbers.census.measure import census as census
@@ -83,6 +84,7 @@ _HOMES = {
     "search": "tune.search.search",
     "trace": "trace.tracing",
     "unpad_": "tune.align.pad",
+    "watch": "integrations.plain_loop",
 }
 
 _FRAMEWORKS = ("accelerate", "lightning", "transformers")  # short names of modules in ``ampwise.integrations``

@@ -15,7 +15,7 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType, FunctionType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,8 @@ class Watch:
     save bad steps in (they are replayed in any case); weights: save the model's weights with them; quiet: without a
     line on stderr.
     """
+
+    installed: ClassVar[Watch | None] = None  # the one that is watching this process
 
     def __init__(
         self,
@@ -176,6 +178,7 @@ class Watch:
             for listeners, ours in self._listeners:
                 listeners.append(ours)
             FORK_LISTENERS.add(self)
+            Watch.installed = Watch.installed or self
         return self
 
     def remove(self) -> None:
@@ -197,6 +200,8 @@ class Watch:
             self._entry_points.remove()
             self._patches.undo()
             self._patches = None
+            if Watch.installed is self:
+                Watch.installed = None
 
     def _remove_hooks(self) -> None:
         for listeners, ours in self._listeners:
@@ -233,6 +238,11 @@ class Watch:
             elif isinstance(thing, GradScaler):
                 self._entry_points.wrap_scaler(type(thing))
                 self._tracker.scaler_state(thing)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the record is written."""
+        return None if self._record is None else self._record.folder
 
     def replaced(self) -> list[tuple[Any, Any]]:
         """Return (original, replacement) for each replaced function."""
