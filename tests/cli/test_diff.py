@@ -40,6 +40,17 @@ def healthy(batch=6):
     return broken(batch, apart=0.5)
 
 
+def seeded(batch=6):
+    torch.manual_seed(3)
+    return broken(batch)
+
+
+def drawn(batch=6):
+    model, _, loss = broken(batch)
+    torch.seed()
+    return model, (torch.randn(batch, 8), torch.randint(2, (batch,))), loss
+
+
 def nothing():
     return None
 
@@ -150,3 +161,16 @@ def test_help_has_the_sides_and_the_json(capsys):
         "ampwise schema diff",
     ):
         assert words in out
+
+
+def test_remedies_are_verified_on_other_batches_of_the_function(diff):
+    code, out, _ = diff("drawn", "--remedies", "2", "--json")
+    remedies = json.loads(out)["remedies"]
+    assert code == 1
+    assert "Policy('fp16')" in [remedy["policy"] for remedy in remedies]
+    assert {remedy["batches"] for remedy in remedies} == {2}
+    code, _, err = diff("seeded", "--remedies", "2")
+    assert code == 2
+    assert "a held-back batch is the compared one" in err
+    code, out, _ = diff("healthy", "--a", "fp32", "--b", "fp32,batch=2", "--json")
+    assert json.loads(out)["tokens"]["rms"] < 1e-6

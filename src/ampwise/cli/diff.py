@@ -13,6 +13,7 @@ A side is PRECISION[@DEVICE][,OPTION...]:
   policy.json                    of Policy.as_dict() or `ampwise search`
   compiled, compiled=BACKEND     with torch.compile: compares what is returned
   attention=NAME                 math, flash, efficient or cudnn
+  batch=ROWS                     for b: so many rows of the batch at a time
   up                             MX scales rounded up: nothing saturates
   emulated                       emulated even if torch has the format: tf32
   scale=NUMBER                   loss scale (fp16: the largest that is finite)
@@ -23,6 +24,7 @@ Examples:
   ampwise diff train.py:make --b mxfp8 -o diff.html
   ampwise diff train.py:make --a bf16,attention=math --b bf16,attention=flash
   ampwise diff train.py:make --a fp32@cpu --b fp32@cuda
+  ampwise diff train.py:make --a bf16 --b bf16,batch=1 --remedies 3
   ampwise diff train.py:make --modules "blocks.3.*" --ops
 
 The exit code is 0 if rounding explains all differences, 1 if there are findings (an error beyond rounding, errors that
@@ -45,7 +47,7 @@ from ampwise.train.precision.names import AUTO, PLAIN
 
 GROUP = "Choose a precision"
 NEEDS_TORCH = True
-OPTIONS = ("compiled", "attention", "up", "emulated", "scale")
+OPTIONS = ("compiled", "attention", "batch", "up", "emulated", "scale")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only modules whose names match, such as 'blocks.3.*'; may be repeated",
     )
     add("--ops", action="store_true", help="also compare each operation, with its source line")
+    add(
+        "--remedies",
+        metavar="N",
+        type=count,
+        help="try policies that bring the log-probabilities of a and b together; verify them on N more batches of MAKE",
+    )
     add("--no-floor", action="store_true", help="do not measure the difference between two runs of a")
     add("--json", action="store_true", help="JSON, as `ampwise schema diff` describes it")
     add("-o", "--output", metavar="FILE", help="also write the result as an HTML page")
@@ -99,7 +107,18 @@ def run(args: argparse.Namespace) -> int:
         used, inside = find_models(case.loss_fn, (), {}), set(case.model.modules())
         others = {name: each for name, each in used.items() if each not in inside and case.model not in each.modules()}
         models = {"": case.model, **others}
-        options = DiffOptions(ops=args.ops, modules=tuple(args.modules), floor=not args.no_floor, progress=progress)
+        held_back = []
+        for seed in range(1, (args.remedies or 0) + 1):
+            torch.manual_seed(seed)
+            more = maker.make(device, args.batch)
+            held_back.append((more.args, more.kwargs))
+        options = DiffOptions(
+            ops=args.ops,
+            modules=tuple(args.modules),
+            floor=not args.no_floor,
+            held_back=tuple(held_back),
+            progress=progress,
+        )
         result = compare_sides(case.loss_fn, case.args, case.kwargs, models, a, b, options, name=args.make)
     if page_path is not None:
         write_page(result.page, page_path, force=args.force)

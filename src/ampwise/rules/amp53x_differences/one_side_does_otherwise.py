@@ -30,4 +30,11 @@ RULE = Rule(
 def check_difference(differing: StepDifference) -> Findings:
     for spot in first_spots(differing, "otherwise"):
         message = f"{spot.where} {spot_text(spot)}.{op_text(spot)}".rstrip(".")
-        yield RULE.at(spot.place, message, evidence=spot.evidence())
+        if spot.in_parts:
+            fix = (
+                "Its result depends on which rows are computed together: batch statistics, a mean over the batch, a "
+                "capacity per expert, padding to the longest row. Evaluate with `model.eval()`, or compute it per row."
+            )
+            yield RULE.at(spot.place, message, fix=fix, evidence=spot.evidence())
+        else:
+            yield RULE.at(spot.place, message, evidence=spot.evidence())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ampwise.numbers.number_text import scale_text
+from ampwise.numbers.number_text import number_text, scale_text
 from ampwise.tune.diff.step_difference import BACKWARD, FORWARD, StepDifference
 from ampwise.tune.diff.tensor_difference import BEYOND, FLOOR_TIMES
+from ampwise.tune.diff.token_difference import ENOUGH
 from ampwise.tune.diff.wording import error_text
 
 BASES = {
@@ -57,12 +58,38 @@ def side_texts(differing: StepDifference) -> dict[str, str]:
     return found
 
 
+def token_lines(differing: StepDifference) -> list[str]:
+    """Describe how far the log-probabilities of the targets are apart, where that begins, and what removes it."""
+    tokens = differing.tokens
+    if tokens is None:
+        return []
+    if not tokens.rms:
+        return [f"The log-probabilities of all {tokens.tokens:,} targets are equal."]
+    noise = "" if not differing.token_noise else f"; between two runs of a RMS {number_text(differing.token_noise)}"
+    lines = [
+        f"Log-probabilities of {tokens.tokens:,} targets, b minus a: mean {number_text(tokens.mean)}, RMS "
+        f"{number_text(tokens.rms)}, largest {number_text(tokens.largest)} (target {tokens.largest_at:,}); KL(a‖b) "
+        f"{number_text(tokens.kl)} per target{noise}."
+    ]
+    if differing.starts_in is not None:
+        row = differing.starts_in
+        lines.append(f"The first module whose output differs is `{row.label}`, by {error_text(row.error)}.")
+    helping = next((each for each in differing.remedies if each.helps), None)
+    if helping is not None:
+        lines.append(f"The cheapest way tried that removes most of it: {helping.text}.")
+    elif differing.remedies:
+        best = max(differing.remedies, key=lambda each: min(each.removed, each.removed_elsewhere))
+        lines.append(f"Nothing that was tried removes {ENOUGH:.0%} of it; the most: {best.text}.")
+    return lines
+
+
 def remarks(differing: StepDifference) -> list[str]:
     """Describe how far apart the losses are, how errors grow along the depth, the noise, and what was not compared."""
     lines = []
     if differing.loss_error is not None:
         apart = f"The losses differ by {error_text(differing.loss_error)}."
         lines.append(apart if differing.loss_error else "The losses are equal.")
+    lines += token_lines(differing)
     for phase, direction in DIRECTIONS.items():
         growth = differing.growth(phase)
         if growth is not None:

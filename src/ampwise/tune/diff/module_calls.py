@@ -22,7 +22,7 @@ from ampwise.trace.recorder import UndoMode, tensors_in, written_arguments
 from ampwise.tune.diff.names import ModuleNames
 from ampwise.tune.diff.shared_random import SharedRandom
 from ampwise.tune.diff.step_difference import FUNCTION
-from ampwise.tune.diff.tensor_store import TensorStore
+from ampwise.tune.diff.tensor_store import BatchRows, TensorStore
 
 GIVEN, RETURNED = "given", "returned"
 # Functions with a discontinuous derivative: rounding across the jump changes it completely.
@@ -119,6 +119,14 @@ class ModuleCalls:
         self.whole_kernels: dict[str, None] = {}  # modules whose matmuls run inside one fused kernel
         self._counts: Counter[str] = Counter()
         self._handles = ExitStack()
+        self.rows: BatchRows | None = None
+        self.top = self._begin(FUNCTION, FUNCTION, None, None)
+        self._stack = [self.top]
+
+    def begin_rows(self, rows: BatchRows) -> None:
+        """Begin a part of the batch: the function is called again, and so is each module."""
+        self.rows = rows
+        self._counts.clear()
         self.top = self._begin(FUNCTION, FUNCTION, None, None)
         self._stack = [self.top]
 

@@ -14,10 +14,18 @@ from torch.nn import Module
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise.trace.recorder import storage_id
-from ampwise.tune.diff.module_calls import RETURNED, ModuleCall, ModuleCalls, TensorPlace, traits_of
+from ampwise.tune.diff.module_calls import RETURNED, ModuleCall, ModuleCalls, TensorPlace, is_backward, traits_of
 from ampwise.tune.diff.names import ModuleNames
 from ampwise.tune.diff.statistics import Factors
-from ampwise.tune.diff.tensor_store import MemoryBudget, SlotComparison, TensorStore, comparable_values, view_identity
+from ampwise.tune.diff.tensor_store import (
+    BatchRows,
+    MemoryBudget,
+    SlotComparison,
+    TensorStore,
+    comparable_values,
+    view_identity,
+)
+from ampwise.tune.diff.token_difference import TokenComparison, find_scores
 
 
 class TensorEvent(NamedTuple):
@@ -54,9 +62,9 @@ class PassOutline:
 class RecordForward(ModuleCalls):
     """Records the first side's forward pass."""
 
-    def __init__(self, names: ModuleNames, outline: PassOutline, kept: TensorStore) -> None:
+    def __init__(self, names: ModuleNames, outline: PassOutline, kept: TensorStore, tokens: TokenComparison) -> None:
         super().__init__(names, kept)
-        self._store, self._outline = kept, outline
+        self._store, self._outline, self._tokens = kept, outline, tokens
         self._known: dict[int, dict[object, int]] = {}  # slots of tensors, by storage and view
         self._storages: dict[int, StorageWeakRef] = {}  # weak references that keep the address from being reused
         outline.calls = self.calls
@@ -77,6 +85,10 @@ class RecordForward(ModuleCalls):
         self._outline.kinked |= traits_of(func).is_kinked
         super().begins(func, args)
 
+    def ends(self, begun: Any, func: Any, args: Any, result: Any) -> None:
+        if not is_backward() and (scores := find_scores(func, args)) is not None:
+            self._tokens.keep(scores)
+
     def before_write(self, tensor: Tensor) -> None:
         super().before_write(tensor)
         self._known.pop(storage_id(tensor), None)
@@ -85,9 +97,12 @@ class RecordForward(ModuleCalls):
 class CompareForward(ModuleCalls):
     """Compares another forward pass with the kept tensors."""
 
-    def __init__(self, names: ModuleNames, outline: PassOutline, kept: TensorStore, *, last: bool) -> None:
+    def __init__(
+        self, names: ModuleNames, outline: PassOutline, kept: TensorStore, tokens: TokenComparison, *, last: bool
+    ) -> None:
         super().__init__(names, kept)
-        self._outline = outline
+        self._outline, self._tokens = outline, tokens
+        tokens.begin()
         self.comparison = SlotComparison(kept, last=last)
         self.only_here: dict[TensorPlace, ModuleCall] = {}  # calls that the first side did not make
 
@@ -96,7 +111,11 @@ class CompareForward(ModuleCalls):
         slot = self._outline.places.get(place)
         if slot is None and values is not None:
             self.only_here[place] = call
-        self.comparison.compare(slot, values)
+        self.comparison.compare(slot, values, rows=self.rows)
+
+    def ends(self, begun: Any, func: Any, args: Any, result: Any) -> None:
+        if not is_backward() and (scores := find_scores(func, args)) is not None:
+            self._tokens.compare(scores)
 
 
 class _Gradients(ModuleCalls):
@@ -107,6 +126,10 @@ class _Gradients(ModuleCalls):
         self._outline = outline
         self._hooked: set[int] = set()
         self._without: dict[str, list[int]] = {}  # calls in checkpoints that first run without gradients
+
+    def begin_rows(self, rows: BatchRows) -> None:
+        super().begin_rows(rows)
+        self._hooked, self._without = set(), {}
 
     def arrived(self, slot: int, gradient: Tensor) -> None:
         raise NotImplementedError
@@ -175,4 +198,4 @@ class CompareGradients(_Gradients):
         self._factors, self.comparison = factors, SlotComparison(kept)
 
     def arrived(self, slot: int, gradient: Tensor) -> None:
-        self.comparison.compare(slot, gradient, self._factors)
+        self.comparison.compare(slot, gradient, self._factors, self.rows)

@@ -33,6 +33,7 @@ from ampwise.tune.diff.module_calls import DiffMode, ModuleCalls
 from ampwise.tune.diff.names import ModuleNames
 from ampwise.tune.diff.shared_random import SharedRandom
 from ampwise.tune.diff.side import ATTENTION, Side
+from ampwise.tune.diff.tensor_store import BatchRows
 from ampwise.tune.onednn import onednn_restored
 
 
@@ -47,8 +48,9 @@ class StepRun(NamedTuple):
 class PlacedSide:
     """A side on a device, with the loss scale it uses."""
 
-    def __init__(self, side: Side, home: torch.device) -> None:
+    def __init__(self, side: Side, home: torch.device, function: Callable[..., Any] | None = None) -> None:
         self.side, self.device, self.scale = side, side.device or home, 1.0
+        self.function = function  # of this side alone; None: the step's
         self.moves = side.is_wider or side.device is not None
         self.contexts = PrecisionContexts(side.arithmetic, self.device.type)
 
@@ -217,7 +219,7 @@ class RepeatedStep:
         backward: bool,
         dropping: DroppedTensors | None,
     ) -> StepRun:
-        side, function = placed.side, self._function
+        side, function = placed.side, placed.function or self._function
         if side.compiled:
             if side.label not in self._compiled:
                 self._compiled[side.label] = torch.compile(function, dynamic=False, backend=side.compiled)
@@ -237,18 +239,44 @@ class RepeatedStep:
                 stack.enter_context(calls.watched())
                 stack.enter_context(mode)  # entered last, so it sees the operations as the function calls them
             saved = nullcontext() if dropping is None else dropping.on(self.names.parameters())
-            with saved, placed.contexts.forward(), autocast_forced_to(forced, placed.device):
-                result = function(*args, **kwargs)
-            calls.finished(result)
-            loss = _loss_of(result)
-            went_back = backward and loss is not None and loss.requires_grad
-            if went_back and loss is not None:
-                with placed.contexts.backward():
-                    _run_backward(loss, placed.scale)
-            del result
+            losses: list[Tensor] = []
+            went_back = False
+            for rows, own_args, own_kwargs in self._batches(side, args, kwargs):
+                if rows is not None:
+                    calls.begin_rows(rows)
+                with saved, placed.contexts.forward(), autocast_forced_to(forced, placed.device):
+                    result = function(*own_args, **own_kwargs)
+                calls.finished(result)
+                loss, share = _loss_of(result), 1.0 if rows is None else rows.number / rows.total
+                went_back = backward and loss is not None and loss.requires_grad
+                if went_back and loss is not None:
+                    with placed.contexts.backward():
+                        _run_backward(loss, placed.scale * share)
+                del result
+                if loss is not None:
+                    losses.append(loss.detach() if rows is None else loss.detach() * share)
         leaves = [] if mode is None else [leaf.tensor for leaf in mode.leaves.values()]
         gradients = self._gradients(leaves, named_tensors(self._function, args, kwargs))
-        return StepRun(None if loss is None else loss.detach(), gradients, went_back)
+        return StepRun(sum(losses[1:], losses[0]) if losses else None, gradients, went_back)
+
+    def _batches(
+        self, side: Side, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[BatchRows | None, tuple[Any, ...], dict[str, Any]]]:
+        """Yield the arguments of each call of the function: once, or with some rows of the batch at a time."""
+        total = next((leaf.shape[0] for leaf in tensors_of((args, kwargs)) if leaf.ndim), None)
+        if side.batch is None or (total is not None and side.batch >= total):
+            yield None, args, kwargs
+            return
+        if total is None:
+            raise BadInput(f"diff: {side.label}: the function's arguments have no rows; pass the batch as an argument.")
+        for first in range(0, total, side.batch):
+            rows = BatchRows(first, min(side.batch, total - first), total)
+
+            def part(leaf: Any, rows: BatchRows = rows) -> Any:
+                has_rows = isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == rows.total
+                return leaf[rows.first : rows.first + rows.number] if has_rows else leaf
+
+            yield rows, tree_map(part, args), tree_map(part, kwargs)
 
     def _gradients(self, leaves: list[Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of parameters and other leaves, by name."""

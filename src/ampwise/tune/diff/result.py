@@ -18,6 +18,7 @@ from ampwise.tune.diff.step_difference import (
     ParameterRow,
     StepDifference,
 )
+from ampwise.tune.diff.token_difference import Remedy, TokenDifference
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -45,6 +46,16 @@ class Difference:
     def parameters(self) -> tuple[ParameterRow, ...]:
         """Gradients of parameters."""
         return self.evidence.parameters
+
+    @property
+    def tokens(self) -> TokenDifference | None:
+        """Differences of the targets' log-probabilities; None if none were seen on both sides."""
+        return self.evidence.tokens
+
+    @property
+    def remedies(self) -> tuple[Remedy, ...]:
+        """Policies that were tried on held-back batches, cheapest first."""
+        return self.evidence.remedies
 
     @property
     def first(self) -> ErrorLocation | None:
@@ -83,6 +94,9 @@ class Difference:
             "loss_relative_error": evidence.loss_error,
             "first": None if self.first is None else self.first.as_dict(),
             "beyond": [spot.as_dict() for spot in evidence.spots],
+            "tokens": None if evidence.tokens is None else evidence.tokens.as_dict() | {"noise": evidence.token_noise},
+            "starts_in": None if evidence.starts_in is None else evidence.starts_in.name,
+            "remedies": [remedy.as_dict() for remedy in evidence.remedies],
             "growth": {phase: None if growth is None else asdict(growth) for phase, growth in growths.items()},
             "modules": [row.as_dict() for row in self.rows],
             "returned": [each.as_dict() for each in evidence.returned],

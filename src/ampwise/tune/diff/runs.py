@@ -26,6 +26,7 @@ from ampwise.tune.diff.statistics import Factors, Ledger
 from ampwise.tune.diff.step_difference import ParameterRow
 from ampwise.tune.diff.tensor_difference import ComparedTensor
 from ampwise.tune.diff.tensor_store import MemoryBudget, TensorStore, comparable_values
+from ampwise.tune.diff.token_difference import TokenComparison, TokenDifference
 
 FIRST_SCALE = 2.0**16  # a GradScaler's default; it is halved until gradients are finite
 
@@ -49,6 +50,8 @@ class DiffRuns:
         self.losses: dict[str, float | None] = {}
         self.whole_kernels: dict[str, None] = {}  # modules whose matmuls are not emulated
         self.went_back = False
+        self.tokens: TokenDifference | None = None  # log-probabilities of the targets, if the function computes any
+        self.token_noise: TokenDifference | None = None  # between two runs of the first side
         self.noise = 0.0  # of all gradients, between two runs of the first side
         self.moved = 0  # bytes that were kept on the host
 
@@ -86,14 +89,17 @@ class DiffRuns:
     def _forward(self, floor: bool) -> PassComparisons:
         self.outline, names, dropped_a = PassOutline(), self.names, DroppedTensors()
         kept = TensorStore(lambda: self._budget.forward(dropped_a.bytes))
-        one = self._pass("a", self.a, RecordForward(names, self.outline, kept), dropped_a)
+        tokens = TokenComparison(kept)
+        one = self._pass("a", self.a, RecordForward(names, self.outline, kept, tokens), dropped_a)
         floors: dict[int, float] = {}
         if floor:
-            again = self._pass("a again", self.a, CompareForward(names, self.outline, kept, last=False))
+            again = self._pass("a again", self.a, CompareForward(names, self.outline, kept, tokens, last=False))
+            self.token_noise = tokens.settled()
             floors = dict.fromkeys(self.outline.places.values(), math.inf)  # for tensors that did not appear again
             floors |= {slot: each.relative for slot, each in again.comparison.ledger.settled().items()}
         dropped_b = DroppedTensors()
-        other = self._pass("b", self.b, CompareForward(names, self.outline, kept, last=True), dropped_b)
+        other = self._pass("b", self.b, CompareForward(names, self.outline, kept, tokens, last=True), dropped_b)
+        self.tokens = tokens.settled()
         self._saved = {"a": dropped_a.bytes, "b": dropped_b.bytes}
         self._budget.saved(dropped_a.bytes)
         self.only_b = other.only_here

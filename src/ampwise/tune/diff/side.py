@@ -1,7 +1,7 @@
 """A side of a difference: the precision, device and kernels of a step.
 
 As text: ``PRECISION[@DEVICE][,OPTION…]``, such as "bf16", "fp32@cuda", "fp16,scale=1024", "bf16,attention=math",
-"fp32,compiled", "tf32,emulated".
+"bf16,batch=1", "fp32,compiled", "tf32,emulated".
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ ATTENTION = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 SPREAD = 16  # ratio of a tensor's typical magnitude to the smallest that still matters
-OPTIONS = ("compiled", "compiled=BACKEND", "emulated", UP, f"attention={'|'.join(ATTENTION)}", "scale=NUMBER")
+OPTIONS = (
+    "compiled",
+    "compiled=BACKEND",
+    "emulated",
+    UP,
+    f"attention={'|'.join(ATTENTION)}",
+    "batch=ROWS",
+    "scale=NUMBER",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +55,7 @@ class Side:
     device: torch.device | None = None  # None: that of the model
     compiled: str = ""  # torch.compile's backend
     attention: str = ""
+    batch: int | None = None  # rows that are computed at a time; None: the whole batch
     scale: float | None = None  # of the loss; None: chosen as the precision needs
 
     @property
@@ -58,6 +67,7 @@ class Side:
             UP if self.recipe is not None and self.recipe.scales_up else "",
             "" if not self.compiled else "compiled" if self.compiled == "inductor" else f"compiled={self.compiled}",
             f"attention={self.attention}" if self.attention else "",
+            "" if self.batch is None else f"batch={self.batch}",
             "" if self.scale is None else f"scale={scale_text(self.scale)}",
         ]
         target = "" if self.device is None else f"@{self.device}"
@@ -154,6 +164,10 @@ def _with_option(side: Side, word: str, asked: str) -> Side:
             listing = f"The kernels are {', '.join(ATTENTION)}."
             raise UnknownName("attention kernel", value, ATTENTION, listing=listing)
         return replace(side, attention=value)
+    if name == "batch":
+        if not value.isdecimal() or int(value) < 1:
+            raise BadInput(f"diff: {asked!r}: expected rows to compute at a time, such as batch=1; got batch={value}.")
+        return replace(side, batch=int(value))
     if name == "scale":
         try:
             scale = float(value)

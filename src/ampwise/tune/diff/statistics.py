@@ -72,6 +72,15 @@ class Ledger:
         """Compare b with a, each times its factor, without syncing."""
         self._waiting[key] = compare_tensors(a, b, factors)
 
+    def add_rows(
+        self, key: Any, shape: tuple[int, ...], first: int, a: Tensor, b: Tensor, factors: Factors = UNSCALED
+    ) -> None:
+        """Compare some rows, from ``first`` on, of tensors of this shape; the other rows come by other calls."""
+        found = compare_tensors(a.contiguous(), b.contiguous(), factors)
+        whole = self._waiting.setdefault(key, PendingComparison(shape, tuple(range(len(shape))), [], [], found.whole))
+        whole.rows.extend(found.rows)
+        whole.starts.extend(first * math.prod(shape[1:]) + start for start in found.starts)
+
     def settled(self) -> dict[Any, TensorDifference]:
         """Return all results, with one transfer per device."""
         rows = [row for each in self._waiting.values() for row in each.rows]

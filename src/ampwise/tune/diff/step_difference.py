@@ -11,6 +11,7 @@ from ampwise.finding import Place
 from ampwise.finding.call_site import CallSite
 from ampwise.numbers.op_families import base_name, family_of
 from ampwise.tune.diff.tensor_difference import BEYOND, FLOOR_TIMES, ComparedTensor, finite_or_none
+from ampwise.tune.diff.token_difference import Remedy, TokenDifference
 
 FORWARD, BACKWARD = "forward", "backward"
 FUNCTION = "the function"  # the compared function, as a location
@@ -113,6 +114,7 @@ class ErrorLocation:
     flushed: bool = False  # values that one side rounded to zero are below its range
     subnormal: bool = False  # typical values are subnormal in that side's format
     op: OpRow | None = None  # the first operation beyond rounding, if operations were compared
+    in_parts: bool = False  # one side computed the batch in parts
 
     @property
     def cause(self) -> str:
@@ -124,6 +126,8 @@ class ErrorLocation:
             return "choice"
         if measured.apart:
             return "overflow"
+        if self.in_parts:
+            return "otherwise"
         if self.flushed or (self.subnormal and not is_sum):
             return "underflow"
         if is_sum:
@@ -255,6 +259,9 @@ class StepDifference:
     spots: tuple[ErrorLocation, ...] = ()  # forward in call order, then backward in gradient order
     floor: float | None = None  # the largest error between two runs of a; None: not measured
     floor_at: str = ""
+    tokens: TokenDifference | None = None  # log-probabilities of the targets; None: none were seen on both sides
+    token_noise: float | None = None  # their RMS difference between two runs of a; None: not measured
+    remedies: tuple[Remedy, ...] = ()  # cheapest first
     draws_from: tuple[str, ...] = ()  # iterators that the function takes items from
     notes: tuple[str, ...] = ()  # what could not be compared, and why
 
@@ -292,6 +299,12 @@ class StepDifference:
         """Module with the largest output error, nested or not."""
         off = [row for row in self.rows if row.error]
         return max(off, key=lambda row: (row.error or 0.0, row.is_leaf), default=None)
+
+    @property
+    def starts_in(self) -> ModuleRow | None:
+        """First module whose output differs at all, beyond the noise of a."""
+        leaves = (row for row in self.rows if row.is_leaf and row.error)
+        return next((row for row in leaves if any(each.error > (each.floor or 0.0) for each in row.outputs)), None)
 
     @property
     def loss_error(self) -> float | None:

@@ -9,7 +9,7 @@ the user may rely on them. Without such statistics, the bytes saved for the back
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,14 @@ from ampwise.tune.diff.statistics import UNSCALED, Factors, Ledger
 
 MORE = 1.25  # of a plain step's peak; the promise is 1.3, as an estimate misses something
 LEAST = 2**26  # bytes that do not count
+
+
+class BatchRows(NamedTuple):
+    """The rows of the batch that a run is computing, if it computes them in several parts."""
+
+    first: int
+    number: int
+    total: int
 
 
 class TensorStore:
@@ -83,22 +91,54 @@ class SlotComparison:
         self.kept, self._last = kept, last
         self.ledger = Ledger()
         self.unlike: dict[int, str] = {}  # slots whose tensors cannot be compared, and why
+        self._begun: dict[int, set[int]] = {}  # first rows that were compared, where a run computes rows in parts
 
-    def compare(self, slot: int | None, values: Tensor | None, factors: Factors = UNSCALED) -> None:
-        """Compare values with those of a slot, unless that was done before."""
-        if slot is None or values is None or slot not in self.kept or slot in self.ledger or slot in self.unlike:
+    def compare(
+        self,
+        slot: int | None,
+        values: Tensor | None,
+        factors: Factors = UNSCALED,
+        rows: BatchRows | None = None,
+    ) -> None:
+        """Compare values with those of a slot, or with these rows of the batch in it, unless that was done before."""
+        if slot is None or values is None or slot not in self.kept or slot in self.unlike:
             return
         kept = self.kept[slot]
+        if rows is not None and kept.ndim == 0:
+            return  # a sum or mean over the batch has no rows
+        if rows is not None and kept.shape != values.shape:
+            self._compare_rows(slot, kept, values, factors, rows)
+            return
+        if slot in self.ledger:
+            return
         if kept.shape != values.shape:
-            shown = ["×".join(map(str, each.shape)) or "a number" for each in (kept, values)]
-            self.unlike[slot] = f"{shown[0]} in a, {shown[1]} in b"
+            self.unlike[slot] = _two_shapes(kept, values)
         elif kept.is_floating_point() != values.is_floating_point():
             shown = [str(each.dtype).removeprefix("torch.") for each in (kept, values)]
             self.unlike[slot] = f"{shown[0]} in a, {shown[1]} in b"
         else:
             self.ledger.add(slot, kept, values, factors)
-        if self._last:
+        if self._last and rows is None:
             self.kept.drop(slot)
+
+    def _compare_rows(self, slot: int, kept: Tensor, values: Tensor, factors: Factors, rows: BatchRows) -> None:
+        """Compare with a part of a slot: of a batch, or of rows such as tokens that were flattened with it."""
+        each, left = divmod(kept.shape[0], rows.total)
+        fits = not left and values.ndim and kept.shape[1:] == values.shape[1:] and values.shape[0] == each * rows.number
+        if not fits or kept.is_floating_point() != values.is_floating_point():
+            self.unlike[slot] = _two_shapes(kept, values)
+            return
+        first = rows.first * each
+        if first in self._begun.setdefault(slot, set()):
+            return
+        self._begun[slot].add(first)
+        own = kept[first : first + len(values)]
+        self.ledger.add_rows(slot, tuple(kept.shape), first, own, values, factors)
+
+
+def _two_shapes(a: Tensor, b: Tensor) -> str:
+    shown = ["×".join(map(str, each.shape)) or "a number" for each in (a, b)]
+    return f"{shown[0]} in a, {shown[1]} in b"
 
 
 class MemoryBudget:
