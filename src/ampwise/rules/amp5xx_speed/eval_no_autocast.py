@@ -93,7 +93,7 @@ def check_source(code: SourceFile) -> Findings:
             continue
         loop = next((loop for loop in reversed(event.context.loops) if loop.frame is frame), None)
         own: object = loop.node if loop is not None and _trains(frame) else frame.function
-        if event.node in seen.wrapped or own in reported:
+        if own in reported or seen.is_wrapped(event.node, frame):
             continue
         reported.add(own)
         node = event.node
@@ -128,7 +128,7 @@ def _is_training(context: EventContext) -> bool:
     home = autocast.entered_in or autocast.frame
     if home.function.name in ("forward", "__call__"):
         return False
-    return not any(EVALUATES.search(frame.function.name) for frame in context.frame.callers())
+    return not any(EVALUATES.search(one.function.name) and not _trains(one) for one in context.frame.callers())
 
 
 def _models_trained(training: list[tuple[CodeTrace, CodeSite]]) -> set[str]:
@@ -148,12 +148,18 @@ class EvaluationCode:
             name = last_name(site.call.func)
             if site.call.args and EVALUATION_STEP.search(name) and site.context.frame.callee(site.call) is None:
                 self.forwards.append(SourceEvent("forward", site.call, site.context))
-        # Calls under autocast, and those of functions that use it.
-        self.wrapped: set[ast.AST] = {event.node for event in self.forwards if event.context.autocasts}
-        for site in sites:
-            if site.context.autocasts:
-                self.wrapped |= {frame.call for frame in site.context.frame.callers() if frame.call is not None}
+        # The functions from which a call is reached under autocast; also for calls of functions that use it.
+        self.wrapped: dict[ast.AST | None, set[FunctionOutline]] = {}
+        for one in (*self.forwards, *sites):
+            if one.context.autocasts:
+                frames = one.context.frame.callers()
+                for node in (one.node, *[frame.call for frame in frames]):
+                    self.wrapped.setdefault(node, set()).update([frame.function for frame in frames])
         self.text = code.script.text
+
+    def is_wrapped(self, node: ast.AST, evaluation: Frame) -> bool:
+        """Whether the evaluation runs a call, or a part of what is called, under autocast; or it does in some context."""
+        return evaluation.function in self.wrapped.get(node, ())
 
     def evaluation_of(self, event: SourceEvent, trained: set[str]) -> Frame | None:
         """Return the frame of the evaluation that a forward is part of; None if it is not part of one."""
@@ -175,16 +181,18 @@ class EvaluationCode:
         if _is_branch_without_autocast(event, inside) or _casts(event, frame) or _may_be_wrapped(event, frame):
             return None
         eval_mode = ".eval()" in frame.function.text
+        is_another = bool(trained) and event.key is not None and event.key not in trained
         if _trains(frame):  # targets are computed without gradients too: it is validation only after model.eval()
-            known = not trained or event.key is None or event.key in trained
-            return frame if context.no_grad and eval_mode and known else None
+            return frame if context.no_grad and eval_mode and not is_another else None
+        if is_another and named is None and frame.caller is not None:
+            return None  # a teacher's, a reference's or a reward model's part of the training
         is_evaluation = context.no_grad or eval_mode or (loop is not None and named is not None)
         return frame if is_evaluation else None
 
     def _of_branch(self, event: SourceEvent) -> Frame | None:
         """Return the frame of a loop whose branch for evaluation has no autocast."""
         loops = event.context.loops
-        if not loops or not event.context.no_grad:
+        if not loops:
             return None
         frame = loops[-1].frame
         others = [one for one in events_in(loops[-1].block) if one.kind == "forward" and one.context.autocasts]
