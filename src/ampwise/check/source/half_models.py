@@ -256,6 +256,12 @@ def half_optimizers(code: SourceFile, dtype: str) -> list[TrainedHalfModel]:
     return list(found.values())
 
 
+def half_models_held(node: ast.expr, frame: Frame, code: SourceFile) -> Iterator[HalfModel]:
+    """Yield the half models that a name may hold, also as what a function of the file returns."""
+    for alias, home, _ in _aliases(node, frame):
+        yield from half_models(code).get(home.key(alias) or "", ())
+
+
 def half_models_run(region: Region, code: SourceFile, dtype: str) -> list[HalfModel]:
     """Return the models of this dtype that a step runs whose optimizer was made elsewhere."""
     if not _may_train_half(code):

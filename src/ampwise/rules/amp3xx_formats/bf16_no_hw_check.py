@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.cases import ALWAYS, FALSE, Limit, conditions_at, joined
 from ampwise.check.source.half_models import half_optimizers
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.modes import Autocast, entered_by
+from ampwise.check.source.modes import Autocast, entered_by, is_off_gpu
 from ampwise.check.source.names import dotted_text, last_name, method_called
 from ampwise.check.source.precision import AutocastContext, argument_of
 from ampwise.check.source.torch_names import BF16, SPELLINGS
@@ -116,7 +116,7 @@ def _may_be_bf16(autocast: AutocastContext, code: SourceFile) -> bool:
 
 def _is_default(given: Conditions, code: SourceFile) -> bool:
     """Whether conditions hold on a GPU unless someone asks for another dtype than the script's default."""
-    return all(_is_likely(name, limit, code) for name, limit in given.items())
+    return not is_off_gpu(given) and all(_is_likely(name, limit, code) for name, limit in given.items())
 
 
 def _may_be_on_cuda(autocast: Autocast, code: SourceFile) -> bool:

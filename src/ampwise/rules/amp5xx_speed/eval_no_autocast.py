@@ -158,7 +158,7 @@ class EvaluationCode:
         self.text = code.script.text
 
     def is_wrapped(self, node: ast.AST, evaluation: Frame) -> bool:
-        """Whether the evaluation runs a call, or a part of what is called, under autocast; or it does in some context."""
+        """Whether the evaluation runs a call, or a part of what is called, under autocast."""
         return evaluation.function in self.wrapped.get(node, ())
 
     def evaluation_of(self, event: SourceEvent, trained: set[str]) -> Frame | None:
