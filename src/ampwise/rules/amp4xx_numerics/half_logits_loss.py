@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.tensor_dtypes import (
     HALF,
+    LIKELY_BF16,
     LIKELY_HALF,
     PART,
     layers_called,
@@ -13,6 +14,7 @@ from ampwise.check.source.tensor_dtypes import (
     torch_operation,
 )
 from ampwise.check.source.torch_names import BF16
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -56,14 +58,30 @@ def check_source(code: SourceFile) -> Findings:
             continue
         for tensor in _scores(call, context):
             dtype = dtypes.dtype(tensor, context)
-            if dtype in (HALF, LIKELY_HALF, PART[LIKELY_HALF], BF16):  # BF16 only if certain: many models upcast
+            # Part of an output in BF16 is often upcast, as by the models of transformers.
+            if dtype in (HALF, LIKELY_HALF, PART[LIKELY_HALF], BF16, LIKELY_BF16):
                 reported.add(code.script.statement(call))
-                name = "BF16" if dtype == BF16 else "FP16"
+                where, tensor = _given_by(call, tensor, context, code)
+                if code.script.statement(where) in reported and where is not call:
+                    break
+                reported.add(code.script.statement(where))
+                name = "BF16" if dtype in (BF16, LIKELY_BF16) else "FP16"
                 message = (
                     f"`{code.script.segment(tensor)[:40]}` left autocast in {name}, so this loss is computed in {name}"
                 )
-                yield RULE.at(code.script.place(call), message)
+                yield RULE.at(code.script.place(where), message)
                 break
+
+
+def _given_by(call: ast.Call, tensor: ast.expr, context: EventContext, code: SourceFile) -> tuple[ast.Call, ast.expr]:
+    """Return the call outside of autocast that gives the scores to a loss of this file, and the scores there."""
+    frame = context.frame
+    while frame.caller is not None and frame.call is not None and frame.caller.outline is code.outline:
+        names = [part.id for part in walk(tensor) if isinstance(part, ast.Name) and part.id in frame.arguments]
+        if not names:
+            break
+        call, tensor, frame = frame.call, frame.arguments[names[0]], frame.caller
+    return call, tensor
 
 
 def _scores(call: ast.Call, context: EventContext) -> list[ast.expr]:
