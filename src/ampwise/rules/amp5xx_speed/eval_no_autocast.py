@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import dotted_text, last_name, method_called
+from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.tree_walk import walk
 from ampwise.check.source.walk import events_in
@@ -50,6 +50,7 @@ INFERS = LazyPattern(r"infer|predict|extract|embed|encod|feature|pseudo|submi|ex
 MEASURES = LazyPattern(
     r"loss|criterion|metric|acc(urac|\b|_|1)|correct|score|evaluat|\b(auc|f1|iou|dice|psnr|wer|cer|map)\b"
 )
+VALIDATION_DATA = LazyPattern(r"(^|[^a-z])(val|valid|validation|dev)([^a-z]|$)", re.IGNORECASE)
 EVALUATION_DATA = LazyPattern(r"(^|[^a-z])(val|valid|validation|eval|test|dev)([^a-z]|$)")
 EVALUATES_ITSELF = LazyPattern(r"^(eval|valid|test|fit|score|train)")  # evaluate(model, data): its loop is not visible
 EVALUATES = LazyPattern(r"^_?(eval|valid|test)|(^|_)(eval|validation|validate|valid|val|test)(_|$)")
@@ -64,7 +65,7 @@ PHASE = LazyPattern(
     r" Eq '((?P<evaluation>val|valid|validation|eval|evaluation|test|dev)|train|training)'$", re.IGNORECASE
 )
 TRAINING_FLAG = LazyPattern(
-    r"some\((.*[.:])?(is_)?((?P<evaluation>eval|evaluate|evaluation|val|validation|validate|test|testing)|train|training)\)$"
+    r"some\((.*[.:])?(is_)?((?P<evaluation>eval|evaluate|evaluation|val|validation|validate|test|testing)|train|training|optimizer|optim|opt)\)$"
 )
 HALF_CAST = LazyPattern(r"\.(half|bfloat16)\(\)|\.to\(.*(float16|half|bf16)")
 MAY_AUTOCAST = LazyPattern(r"ctx|context|cast|amp|precision|half|scope|dtype", re.IGNORECASE)
@@ -150,7 +151,8 @@ class EvaluationCode:
                 self.forwards.append(SourceEvent("forward", site.call, site.context))
         # The functions from which a call is reached under autocast; also for calls of functions that use it.
         self.wrapped: dict[ast.AST | None, set[FunctionOutline]] = {}
-        for one in (*self.forwards, *sites):
+        reached: list[SourceEvent | CodeSite] = [*self.forwards, *sites]
+        for one in reached:
             if one.context.autocasts:
                 frames = one.context.frame.callers()
                 for node in (one.node, *[frame.call for frame in frames]):
@@ -172,11 +174,13 @@ class EvaluationCode:
             loop = None  # the loop is around the evaluation, which is one forward over all of the data, or a step
         elif loop is None:
             return None
+        if loop is not None and _is_whole_validation(event, loop) and event.key in trained:
+            return loop.frame  # in the loop over epochs: the validation is one forward over all of the data
         frame = loop.frame if loop is not None else named
         if frame is None or (loop is None and _is_test_case(frame, self.text)):
             return None
         inside = events_in(loop.block) if loop is not None else [one for one in self.events if one.frame is frame]
-        if any(one.kind in BACKWARDS for one in inside) or _is_aside(frame.function, loop):
+        if any(one.kind in BACKWARDS for one in inside) or _is_aside(frame, loop):
             return None
         if _is_branch_without_autocast(event, inside) or _casts(event, frame) or _may_be_wrapped(event, frame):
             return None
@@ -229,12 +233,30 @@ def _is_branch_without_autocast(event: SourceEvent, inside: list[SourceEvent]) -
     return all(_exclude(event.context.guards, one.context.guards) for one in same)
 
 
-def _is_aside(function: FunctionOutline, loop: Loop | None) -> bool:
+def _is_whole_validation(event: SourceEvent, loop: Loop) -> bool:
+    """Whether a forward in a loop of training has a ``no_grad`` of its own, with a measure and validation data."""
+    if not event.context.no_grad or event.frame is not loop.frame or ".eval()" not in event.frame.function.text:
+        return False
+    script, call = event.frame.outline.script, event.node
+    block = script.parents.get(script.statement(call))
+    if not isinstance(block, ast.With) or not isinstance(call, ast.Call):
+        return False
+    if not any(word in ast.unparse(block.items[0]) for word in ("no_grad", "inference_mode")):
+        return False
+    measures = MEASURES.search(ast.unparse(block).lower()) is not None
+    return measures and any(VALIDATION_DATA.search(ast.unparse(given)) for given in arguments_given(call))
+
+
+def _is_aside(frame: Frame, loop: Loop | None) -> bool:
     """Whether a function uses a model for something else than to evaluate it: to sample, to predict, to time it."""
+    function = frame.function
     name = function.name.lower()
     if GENERATES.search(name) or EVALUATES.search(name):
         return GENERATES.search(name) is not None
     over = "" if loop is None or isinstance(loop.node, ast.While) else ast.unparse(loop.node.iter)
+    names = set(re.findall(r"\w+", over)) & frame.arguments.keys()
+    if VALIDATION_DATA.search(" ".join([over, *[ast.unparse(frame.arguments[one]) for one in names]])):
+        return False
     if EVALUATION_DATA.search(over) and not INFERS.search(name):
         return False
     return MEASURES.search(function.text.lower()) is None

@@ -117,8 +117,10 @@ def _for_each_parameter(
 def _ends_training(node: ast.AST, code: SourceFile) -> bool:
     """Whether a block around a node ends in an exception or an exit: it looks for a cause, once."""
     parents = code.script.parents
-    while (node := parents.get(node)) is not None and not isinstance(node, ast.For | ast.While):
-        last = node.body[-1] if isinstance(node, ast.If) else None
+    above = parents.get(node)
+    while above is not None and not isinstance(above, ast.For | ast.While):
+        last = above.body[-1] if isinstance(above, ast.If) else None
+        above = parents.get(above)
         ended = last.value if isinstance(last, ast.Expr) else None
         if isinstance(last, ast.Raise) or (isinstance(ended, ast.Call) and EXITS.match(last_name(ended.func))):
             return True
