@@ -45,7 +45,7 @@ def may_be_scaled(backward: SourceEvent) -> bool:
         if node in seen or len(seen) > MOST:
             continue
         seen.add(node)
-        if any(SCALES.search(name) for name in _names_in(node)):
+        if any(SCALES.search(name) for name in _names_in(node)) or any(map(_scales_a_loss, walk(node))):
             return True
         for call in (part for part in walk(node) if isinstance(part, ast.Call)):
             target = frame.callee(call)
@@ -53,6 +53,14 @@ def may_be_scaled(backward: SourceEvent) -> bool:
                 return True
         pending += _sources(node, frame, names)
     return False
+
+
+def _scales_a_loss(node: ast.AST) -> bool:
+    """Whether this is a product of a loss and something that is called a scale of any kind: ``loss * my_scale``."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+        return False
+    sides = [dotted_text(side) or "" for side in (node.left, node.right)]
+    return any("loss" in side.lower() for side in sides) and any("scal" in side.lower() for side in sides)
 
 
 def _names_in(node: ast.expr) -> Iterator[str]:

@@ -15,6 +15,7 @@ from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.events import BranchGuard
+    from ampwise.check.source.frame import Frame
     from ampwise.check.source.project import SourceFile
     from ampwise.check.source.steps import Region
     from ampwise.check.source.walk import CodeSite
@@ -72,6 +73,13 @@ def check_source(code: SourceFile) -> Findings:
         steps = [event for event in region.events if event.kind in STEP]
         asked = {guard for event in steps for guard in event.context.guards}
         frames = {frame for event in steps for frame in event.frame.callers()}
+        for event in steps:
+            guard = next(iter(region.own_guards(event)), None)  # the test that each step is under
+            if guard is not None and guard.test is not None and event.frame.outline is code.outline:
+                for node in _comprehensions_that_sync(guard.test, event.frame):
+                    if node not in seen:
+                        seen.add(node)
+                        yield RULE.at(code.script.place(node), FOR_EACH)
         for site in region.trace.statements_in(region.loop):
             context = site.context
             inside = region.loop is not None or not frames.isdisjoint(context.frame.callers())
@@ -95,13 +103,8 @@ def _for_each_parameter(
     loops = site.context.loops
     further = loops[loops.index(region.loop) + 1 :] if region.loop in loops else loops
     if not further:
-        for node in walk(site.node):
-            if isinstance(node, COMPREHENSIONS):
-                inside = node.value if isinstance(node, ast.DictComp) else node.elt
-                user = site.context.frame.outline.script.parents.get(node)
-                is_test = isinstance(user, ast.Call) and last_name(user.func) in ("any", "all")
-                if _reads_each_parameter(inside, node.generators[0], is_test):
-                    yield node, node, FOR_EACH
+        for node in _comprehensions_that_sync(site.node, site.context.frame):
+            yield node, node, FOR_EACH
         return
     loop, outer = further[-1].node, further[:-1]
     in_groups = all(isinstance(one.node, ast.For) and "param_groups" in code_of(one.node.iter) for one in outer)
@@ -112,6 +115,17 @@ def _for_each_parameter(
     for guard in guards:
         if guard.test is not None and _reads_each_parameter(guard.test, loop, is_test=True):
             yield guard.test, loop, FOR_EACH
+
+
+def _comprehensions_that_sync(root: ast.AST, frame: Frame) -> Iterator[ast.AST]:
+    """Yield ``[p.grad.norm().item() for p in params]`` and ``any(torch.isnan(p.grad).any() for p in params)``."""
+    for node in walk(root):
+        if isinstance(node, COMPREHENSIONS):
+            inside = node.value if isinstance(node, ast.DictComp) else node.elt
+            user = frame.outline.script.parents.get(node)
+            is_test = isinstance(user, ast.Call) and last_name(user.func) in ("any", "all")
+            if _reads_each_parameter(inside, node.generators[0], is_test):
+                yield node
 
 
 def _ends_training(node: ast.AST, code: SourceFile) -> bool:
