@@ -14,7 +14,8 @@ from torch import Tensor
 from ampwise.finding import Finding
 from ampwise.finding.registry import run_checks
 from ampwise.numbers.op_families import base_name, family_of, is_collective
-from ampwise.trace.failure import BadTensor, Failure, OptimizerFacts, Origin, RoundedLiteral
+from ampwise.trace.failure import Failure
+from ampwise.trace.failure_facts import BadTensor, OptimizerFacts, Origin, RoundedLiteral
 from ampwise.trace.kernels import try_other_kernels
 from ampwise.trace.op_inspection import InspectMode, values_of
 from ampwise.trace.ranks import RankGroup

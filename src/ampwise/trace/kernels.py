@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from ampwise.hardware.kernel_faults import faults_here
-from ampwise.trace.failure import KERNEL, Failure, FixTrial, Origin
+from ampwise.trace.failure import KERNEL, Failure
+from ampwise.trace.failure_facts import FixTrial, Origin
 from ampwise.trace.replay import Replay, ReplaySettings
 
 __all__ = ["OtherKernel", "other_kernels", "try_other_kernels"]

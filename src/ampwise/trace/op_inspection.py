@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ampwise.numbers.census.measure import census
 from ampwise.numbers.op_families import base_name, is_collective
-from ampwise.trace.failure import MASKS, TensorSummary
+from ampwise.trace.failure_facts import MASKS, TensorSummary
 from ampwise.trace.recorder import UndoMode, dtype_name, result_tensors, tensors_in
 from ampwise.trace.value_ranges import local_shard, readable_values
 

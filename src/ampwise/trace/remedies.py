@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ampwise.trace.call_site import current_line
-from ampwise.trace.failure import Failure, FixTrial, Origin
+from ampwise.trace.failure import Failure
+from ampwise.trace.failure_facts import FixTrial, Origin
 from ampwise.trace.recorder import dtype_name
 from ampwise.trace.replay import Replay, ReplaySettings
 

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise.finding.call_site import CallSite
 from ampwise.numbers.emulation.eager_mode import run_eagerly
+from ampwise.trace.module_paths import ModulePaths, model_prefixes
 from ampwise.trace.python_state import PythonState, muted_output
-from ampwise.trace.recorder import ModulePaths, OpRecorder, Tape, TensorRead, UndoMode, model_prefixes
+from ampwise.trace.recorder import OpRecorder, Tape, TensorRead, UndoMode
 from ampwise.trace.value_ranges import ValueRanges, local_shard, readable_values
 from ampwise.train.precision.call_in_precision import wrap_forward
 from ampwise.train.precision.policy import named_modules

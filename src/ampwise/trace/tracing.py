@@ -13,7 +13,7 @@ from ampwise.errors import BadInput
 from ampwise.finding import Finding
 from ampwise.trace.call_arguments import named_tensors
 from ampwise.trace.diagnosis import diagnose_recorded, findings_about, swallowed_infinities
-from ampwise.trace.recorder import current_autocast
+from ampwise.trace.module_paths import current_autocast
 from ampwise.trace.replay import Replay, ReplaySettings, ReplayStep, tensors_of
 
 __all__ = ["trace"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import linecache
 from typing import Any
 
 from torch import Tensor
 
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
+from ampwise.trace.names_in_code import tree_of
 from ampwise.watch.inspection import ARITHMETIC, MOVING
 from ampwise.watch.learning import DilutedMean, Learning
 
@@ -48,11 +48,8 @@ def note_diluted_mean(loss: Tensor, facts: Learning, step: int) -> None:
 
 def _line_of_loss(backward: CallSite) -> CallSite:
     """Return the only line of the file with an unreduced cross entropy, or else the backward pass."""
-    if backward.file is None:
-        return backward
-    try:
-        tree = ast.parse("".join(linecache.getlines(backward.file)))
-    except SyntaxError:
+    tree = None if backward.file is None else tree_of(backward.file)
+    if tree is None:
         return backward
     found = [
         node.lineno

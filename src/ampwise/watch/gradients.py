@@ -23,7 +23,7 @@ from ampwise.train.scaler.step_result import AsyncScalars
 from ampwise.watch.gradient_health import UpdateCounts
 from ampwise.watch.inspection import parameters_of
 from ampwise.watch.overhead import TimeBudget
-from ampwise.watch.tracker import TrackedOptimizer
+from ampwise.watch.tracked import TrackedOptimizer
 
 __all__ = [
     "GradientReader",

@@ -22,7 +22,8 @@ from ampwise.watch.diluted_means import note_diluted_mean
 from ampwise.watch.inspection import parameters_of, precisions_of, unwrapped
 from ampwise.watch.learning import CountedCalls, Learning, OptimizerUse, OutsideParameters, SharedMemory, SharedSteps
 from ampwise.watch.models import name_without_wrappers
-from ampwise.watch.tracker import CallTracker, TrackedOptimizer
+from ampwise.watch.tracked import TrackedOptimizer
+from ampwise.watch.tracker import CallTracker
 
 __all__ = ["LearningWatch", "SampledValues", "is_due", "is_plain"]
 

@@ -21,7 +21,7 @@ from ampwise.watch.overhead import StepSkipper
 from ampwise.watch.patches import Patches
 
 if TYPE_CHECKING:
-    from ampwise.watch.watch import Watch
+    from ampwise.watch.step_watch import StepWatch
 
 __all__ = [
     "CHANGED_BY_HOOKS",
@@ -164,7 +164,7 @@ class _Found(NamedTuple):
 class Models:
     """Models, found through calls of their ``parameters()``, which optimizers are made from."""
 
-    def __init__(self, patches: Patches, watch: Watch, skipper: StepSkipper) -> None:
+    def __init__(self, patches: Patches, watch: StepWatch, skipper: StepSkipper) -> None:
         # By identity: a module may define __eq__.
         self._remembered: dict[int, weakref.ref[nn.Module]] = {}
         self._found: _Found | None = None  # by ``of``, in the current step

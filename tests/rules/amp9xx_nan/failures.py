@@ -5,15 +5,8 @@ from dataclasses import replace
 from ampwise.finding.call_site import CallSite
 from ampwise.finding.registry import run_checks
 from ampwise.numbers.census.algebra import Census
-from ampwise.trace.failure import (
-    BadTensor,
-    Failure,
-    FixTrial,
-    OptimizerFacts,
-    Origin,
-    RoundedLiteral,
-    TensorSummary,
-)
+from ampwise.trace.failure import Failure
+from ampwise.trace.failure_facts import BadTensor, FixTrial, OptimizerFacts, Origin, RoundedLiteral, TensorSummary
 
 HERE = CallSite(file="/home/me/train.py", line=12, function="forward", called_from="train.py:40")
 LATER = CallSite(file="/home/me/train.py", line=31)

@@ -17,7 +17,8 @@ from ampwise.report.printers import output_formats, print_findings
 from ampwise.rules.amp9xx_nan.failure_text import operand_texts
 from ampwise.runs.findings_json import findings_data, read_findings
 from ampwise.runs.rows import CountedFinding
-from ampwise.trace.failure import KINDS, OptimizerFacts
+from ampwise.trace.failure import KINDS
+from ampwise.trace.failure_facts import OptimizerFacts
 from ampwise.trace.remedies import remedies_for
 
 from .failures import ADDMM, BAD_WEIGHT, EXAMPLES, FAILED, HELPED, IN_BACKWARD, INF, NO_HELP, finding, origin, values

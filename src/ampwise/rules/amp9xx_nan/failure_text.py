@@ -15,7 +15,8 @@ from ampwise.numbers.number_text import IN_DIGITS, number_text
 from ampwise.numbers.op_families import is_custom
 
 if TYPE_CHECKING:
-    from ampwise.trace.failure import BadTensor, Failure, FixTrial, Origin, TensorSummary
+    from ampwise.trace.failure import Failure
+    from ampwise.trace.failure_facts import BadTensor, FixTrial, Origin, TensorSummary
 
 # Names of operations in sentences: by operation, else by family, else torch's name.
 NOUNS = {
