@@ -52,6 +52,18 @@ def train(model, optimizer, steps=40, draw=batch):
 """
 
 FAULTS = {
+    "a layer replaced in the middle, whose predecessor keeps its gradients": """
+        model = Net()
+        optimizer = Adam(model.parameters(), lr=0.01)  # expect: AMP620
+        for step in range(90):
+            if step == 40:
+                model.head = nn.Linear(16, 4)
+            inputs, labels = batch()
+            loss = F.cross_entropy(model(inputs), labels)
+            model.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
     "a criterion with parameters, forgotten": """
         class Scaled(nn.Module):
             def __init__(self):

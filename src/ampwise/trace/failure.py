@@ -126,6 +126,8 @@ class Failure:
                     "loss_after": trial.loss,
                     "bad_gradients_before": len(self.bad_gradients),
                     "bad_gradients_after": trial.bad_gradients,
+                    "earlier_batch_before": None if trial.usual is None else trial.usual[0],
+                    "earlier_batch_after": None if trial.usual is None else trial.usual[1],
                 }
                 for trial in self.trials
             ],

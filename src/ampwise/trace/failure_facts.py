@@ -272,6 +272,16 @@ class FixTrial:
     argument: str = ""
     loss: float | None = None  # after
     bad_gradients: int = 0  # after
+    usual: tuple[float, float] | None = (
+        None  # the loss of an earlier, good batch without and with it, if one is at hand
+    )
+    rounding: float = 0.0  # relative change of that loss that rounding explains
+
+    @property
+    def helps(self) -> bool:
+        """Whether the step is finite with it, and an earlier batch, if there is one, gives the same loss."""
+        before, after = self.usual or (0.0, 0.0)
+        return self.finite and abs(after - before) <= self.rounding * max(abs(before), abs(after))
 
 
 def known_as_json(evidence: Mapping[str, Any]) -> dict[str, Any]:

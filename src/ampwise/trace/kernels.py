@@ -84,7 +84,7 @@ def try_other_kernels(replay: Replay, failure: Failure) -> tuple[FixTrial, ...]:
                 ended = replay.plain(ReplaySettings(only_if_finite=True))
         except Exception:  # no such kernel for these arguments, or it needs too much memory
             continue
-        if ended.finite:
+        if ended.finite and not ended.vanished:
             known = _known_bug(origin)
             return (
                 FixTrial(what=other.what, code=other.code, finite=True, change=KERNEL, argument=known, loss=ended.loss),

@@ -47,6 +47,8 @@ IS_OUTSIDE_DOMAIN = {
     "special_xlog1py": lambda x: x <= -1,
     "polygamma": lambda x: (x <= 0) & (x == x.floor()),
 }
+# Of a complex argument, where only poles are left out.
+IS_POLE = {"log1p": lambda x: x == -1, "atanh": lambda x: (x == 1) | (x == -1), "logit": lambda x: (x == 0) | (x == 1)}
 CHECK_SECOND_ARGUMENT = ("xlogy", "special_xlog1py", "polygamma")
 
 
@@ -236,8 +238,11 @@ def _invalid_arguments(name: str, args: Any) -> dict[str, int]:
     if is_outside is not None:
         given = args[1:2] if name in CHECK_SECOND_ARGUMENT else args[:1]
         given = given[0] if given and isinstance(given[0], list | tuple) else given
-        tensors = [each for each in given if isinstance(each, Tensor) and each.is_floating_point()]
-        found["outside_domain"] = sum(int(is_outside(tensor).sum()) for tensor in tensors)
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        found["outside_domain"] = sum(int(is_outside(each).sum()) for each in tensors if each.is_floating_point())
+        if name.startswith("log") or name in IS_POLE:
+            is_pole = IS_POLE.get(name, lambda x: x == 0)
+            found["outside_domain"] += sum(int(is_pole(each).sum()) for each in tensors if each.is_complex())
     return found
 
 

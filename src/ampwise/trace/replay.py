@@ -89,6 +89,8 @@ class ReplayStep:
     pasts: Sequence[OptimizerPast] = ()  # of the optimizers
     others: Sequence[Module] = ()  # models that ran and are not in ``models``: a teacher
     remarks: tuple[str, ...] = ()
+    # The same with an earlier batch, whose loss was finite.
+    usual: Callable[[ReplaySettings], Any] | None = None
     touched: Sequence[Any] = ()  # the user's function or objects, whose variables are to be restored
 
     def parameters(self) -> dict[str, Tensor]:
@@ -164,13 +166,18 @@ class Replay:
         self._stack.close()
 
     def plain(
-        self, settings: ReplaySettings, change: AbstractContextManager[Any] | None = None, mode: UndoMode | None = None
+        self,
+        settings: ReplaySettings,
+        change: AbstractContextManager[Any] | None = None,
+        mode: UndoMode | None = None,
+        *,
+        run: Callable[[ReplaySettings], Any] | None = None,
     ) -> ReplayResult:
-        """Run the step once, without recording."""
+        """Run the step, or another function, once, without recording."""
         mode = mode or UndoMode()
         with self._undone(mode):
             with self._applied(settings), change or nullcontext(), mode:
-                result = self.subject.run(settings)
+                result = (run or self.subject.run)(settings)
             first = next(iter(tensors_of(result)), None)
             values = None if first is None else readable_values(first)
             loss = None if first is None else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +67,7 @@ class BadStepWatch:
         self._last: dict[bool, int] = {}
         self._updated: set[tuple[int, int]] = set()  # (optimizer, step) that may have changed weights
         self._replayed: set[tuple[int, int]] = set()  # (optimizer, step) replayed before the step was made
+        self._by_hand = False  # a step without an optimizer was explained
         self.draws = BatchDraws()
         self.after_model = False  # a bad step was replayed, and its models are finite
         self.sentences: dict[str, None] = {}  # on steps that were not replayed; in order, each once
@@ -76,16 +77,28 @@ class BadStepWatch:
     def loss_read(self, frame: FrameType | None, loss: Tensor) -> None:
         """Explain a loss that is not finite and that the script reads: it may never get to a step."""
         kept = self._calls.keep_loss(frame, loss, ends=False)
-        if kept is not None:
+        if kept is not None and (loss.grad_fn is not None or (kept.code is not None and kept.code.may_use_a_model)):
             self.explain_now(kept, kept.value)
 
     def backward_ended(self, kept: KeptLoss) -> None:
         """Explain a loss at once if it is known to be bad."""
         # Within a step with a closure, the weights change before the step ends.
-        stepping = [one for one, state in self._tracker.optimizers.pairs() if state.index in self._tracker.stepping]
+        pairs = self._tracker.optimizers.pairs()
+        gradients = [
+            each.grad for one, state in pairs if state.index in self._tracker.stepping for each in parameters_of(one)
+        ]
+        if not pairs:  # the script updates its weights by hand
+            gradients = [each.grad for model in kept.models() for each in model.parameters()]
         is_bad = kept.value.is_cpu and not math.isfinite(kept.value)
-        if is_bad or not all(map(are_finite_on_host, stepping)):
+        if is_bad or not are_finite_on_host(gradients):
             self.explain_now(kept, kept.value)
+
+    def gradients_computed(self, frame: FrameType, loss: Tensor, gradients: Sequence[Tensor | None]) -> None:
+        """Explain gradients of parameters that the script has computed by ``autograd.grad``, if they are not finite."""
+        if not are_finite_on_host(gradients):
+            kept = self._calls.keep_loss(frame, loss)
+            if kept is not None:
+                self.explain_now(kept, kept.value)
 
     def gradients_unusable(self, optimizer: Any, state: TrackedOptimizer) -> None:
         """Explain gradients that the script drops, or that made a call fail, if they are not finite. Syncs."""
@@ -112,8 +125,8 @@ class BadStepWatch:
                 value /= scale
             self._explain_next(optimizer, state, value, scale, raised=raised)
             return
-        if not pairs:  # the script updates its weights by hand
-            self._explain(StepToReplay(self._calls.backward_passes, value, None))
+        if not pairs and not self._by_hand:  # later ones may come from weights that are spoiled
+            self._by_hand = self._explain(StepToReplay(self._calls.backward_passes, value, None))
 
     def before_update(self, optimizer: Any, state: TrackedOptimizer, scaler: Any | None, loss: float | None) -> None:
         """Replay a step that is known to be bad before its update."""
@@ -193,10 +206,10 @@ class BadStepWatch:
 
     # Replays
 
-    def _explain(self, step: StepToReplay) -> None:
-        """Replay a step and add the findings."""
+    def _explain(self, step: StepToReplay) -> bool:
+        """Replay a step and add the findings. Return whether there are any."""
         if not self._is_due(step):
-            return
+            return False
         fresh = [call for call in self._calls if self._calls.is_fresh(call)]
         losses = [loss for loss in self._calls.losses if self._calls.is_fresh(loss)]
         if not fresh and not losses:
@@ -211,15 +224,15 @@ class BadStepWatch:
                 )
             if not step.may_be_ordinary:
                 self._add_sentence(f"Step {step.number} could not be replayed: {why}.")
-            return
+            return False
         try:
             with self._untimed(), self._tracker.follows.paused():
-                result = replay_step(fresh, losses, replace(step, draws=self.draws))
+                result = replay_step(fresh, losses, replace(step, draws=self.draws, usual=self._calls.usual))
         except Exception as error:  # perhaps the model's own
             self._failed(error)
             what = ": ".join(each for each in (type(error).__name__, str(error).rstrip(".")) if each)
             self._add_sentence(f"Step {step.number} could not be replayed: running the model again failed with {what}.")
-            return
+            return False
         self.after_model |= result.after_model
         if result.why_not:
             self._add_sentence(result.why_not)
@@ -228,6 +241,7 @@ class BadStepWatch:
             findings = self._save(call, step, findings)
         for finding in findings:
             self._add(finding, step.number)
+        return bool(findings)
 
     def _is_due(self, step: StepToReplay) -> bool:
         """Return whether to replay the step: the 1st, 2nd, 4th ... Those a loss scale may explain count separately."""

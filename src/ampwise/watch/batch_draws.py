@@ -30,9 +30,9 @@ from ampwise.trace.failure import Failure
 from ampwise.trace.failure_facts import BadTensor, DataOrigin
 from ampwise.trace.op_inspection import values_of
 from ampwise.trace.value_ranges import bytes_of, readable_values
-from ampwise.watch.batch_origin import Observation
+from ampwise.watch.batch_origin import GUARD, Observation
 from ampwise.watch.inspection import version_of
-from ampwise.watch.numpy_errors import is_bad
+from ampwise.watch.numpy_errors import KINDS, NumpyWarnings, is_bad
 from ampwise.watch.patches import Patches
 
 __all__ = ["BatchDraws", "is_safe_to_draw"]
@@ -87,12 +87,14 @@ class BatchDraws:
         self._batches: deque[DrawnBatch] = deque()
         self._known: dict[tuple[int, Path], DataOrigin] = {}  # by dataset and tensor
         self._draws = 0
+        self._numpy = NumpyWarnings()
 
     def __bool__(self) -> bool:
         """Whether DataLoaders have given batches."""
         return bool(self._batches)
 
     def install(self, patches: Patches) -> None:
+        self._numpy.install(patches)
         patches.wrap(dataloader._BaseDataLoaderIter, "_next_index", self.index_taken)
 
     def forget(self) -> None:
@@ -143,11 +145,16 @@ class BatchDraws:
         source = failure.source
         if source is None or source.what not in ("batch", "other"):
             return failure
+        drawn = None
         with suppress(Exception, SystemExit):
             drawn = self._origin(source, batch.get(source.name))
-            if drawn is not None:
-                return failure.but(source=replace(source, drawn=drawn))
-        return failure
+        if len(self._numpy.sites) == 1 and (drawn is None or drawn.how != "computed"):
+            ((site, kind),) = self._numpy.sites.items()
+            if drawn is None:
+                return failure.but(source=replace(source, made_at=site))
+            cause = "; ".join(filter(None, (f"NumPy has warned of {KINDS[kind]}", drawn.cause)))
+            drawn = replace(drawn, how="computed", cause=cause, fix=GUARD, site=site)
+        return failure if drawn is None else failure.but(source=replace(source, drawn=drawn))
 
     def _origin(self, source: BadTensor, tensor: Tensor | None) -> DataOrigin | None:
         for batch in reversed(self._batches):

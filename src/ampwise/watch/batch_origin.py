@@ -35,19 +35,14 @@ from ampwise.trace.recorder import OpRecorder, RecordedOp, tensors_in, written_a
 from ampwise.trace.replay import is_finite
 from ampwise.trace.slicing import slice_back
 from ampwise.train.random_state import capture_random, restore_random
-from ampwise.watch.numpy_errors import NumpyError, as_array, is_bad, numpy_errors
+from ampwise.watch.numpy_errors import KINDS, NumpyError, as_array, is_bad, numpy_errors
 
-__all__ = ["Observation"]
+__all__ = ["GUARD", "Observation"]
 
 T = TypeVar("T")
 
 MOST_PARTS = 64  # parts of a dataset's attribute to look at
 FEW_COLUMNS = 3
-NUMPY_ERRORS = {
-    "divide by zero": "a division by zero",
-    "invalid value": "an invalid value, such as 0/0",
-    "overflow": "an overflow",
-}
 GUARD = (
     "Guard this operation for such samples, or leave them out where the dataset is made. `torch.nan_to_num` on the "
     "batch hides the cause, and the model learns from zeros."
@@ -127,7 +122,7 @@ class Observation:
         sites = {each.site: each for each in errors if not each.was_given_bad and not each.is_repaired}
         if len(sites) == 1 and (held is None or not held.is_certain):
             error = next(iter(sites.values()))
-            cause = f"NumPy reports {NUMPY_ERRORS.get(error.kind, error.kind)}"
+            cause = f"NumPy reports {KINDS[error.kind]}"
             return replace(known, how="computed", cause=cause, fix=GUARD, site=error.site)
         returned_by = own_function(dataset if in_samples else collate)
         if held is not None and (held.is_certain or not sites):

@@ -36,6 +36,7 @@ __all__ = [
 RESULT = "__ampwise_result__"
 ITEM = "__ampwise_item__"  # what a loop iterates over has given last
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
+POSITION = ("lineno", "end_lineno", "col_offset", "end_col_offset")
 USES = (ast.Call, ast.Yield, ast.Compare)  # of a value
 PROGRESS = ("tqdm", "trange", "track", "iter", "list")  # what a script may wrap a loader in
 RECEIVES_LOSS = ("backward", "item", "isnan", "isinf", "isfinite", "tolist", "numpy")
@@ -103,7 +104,7 @@ class Yielded:
     name: str = ITEM
 
     def in_caller(self, yielded: ast.expr, own: str | None) -> ast.expr | None:
-        return yielded.value if isinstance(yielded, ast.Yield) else None
+        return yielded.value if isinstance(yielded, ast.Yield) else yielded  # of a generator expression
 
 
 Wanted = tuple[Parameter | Attribute | Yielded, ...]
@@ -129,11 +130,9 @@ def slice_of(
     if way is None:
         return None
     call = way[-1]
-    assert isinstance(call, USES)
-    function = next((node for node in reversed(way) if isinstance(node, FUNCTIONS)), None)
+    assert isinstance(call, ast.expr)
+    function = next((node for node in reversed(way) if isinstance(node, (*FUNCTIONS, ast.Lambda))), None)
     inside = way[way.index(function) + 1 if function is not None else 1 :]
-    if any(isinstance(node, ast.Lambda) for node in inside):
-        return None
     parameters: frozenset[str] = frozenset()
     if function is not None:
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
@@ -226,12 +225,13 @@ def way_to(tree: ast.Module, position: tuple[int | None, ...]) -> list[ast.AST] 
         inner = next((child for child in ast.iter_child_nodes(way[-1]) if _contains(child, position)), None)
         if inner is None:
             return found
+        is_item = isinstance(way[-1], ast.GeneratorExp) and inner is way[-1].elt
         way.append(inner)
-        if isinstance(inner, USES) and position == (
-            *(inner.lineno, inner.end_lineno),
-            *(inner.col_offset, inner.end_col_offset),
-        ):
-            found = list(way)
+        if position == tuple(getattr(inner, name, None) for name in POSITION):
+            if is_item or isinstance(inner, USES):
+                found = list(way)
+            elif isinstance(inner, ast.GeneratorExp):  # where it yields an item, before Python 3.12
+                found = [*way, inner.elt]
 
 
 def _contains(node: Any, position: tuple[Any, ...]) -> bool:
@@ -244,11 +244,11 @@ def _contains(node: Any, position: tuple[Any, ...]) -> bool:
     return start <= (line, column) and (end_line, end_column) <= (node.end_lineno, node.end_col_offset)
 
 
-def _loss_of(call: ast.Call | ast.Yield | ast.Compare) -> ast.expr | None:
+def _loss_of(call: ast.expr) -> ast.expr | None:
     """Return the loss in ``loss.backward()``, ``accelerator.backward(loss)``, ``scaler.scale(loss).backward()`` ..."""
     if isinstance(call, ast.Compare):
         return call.comparators[0] if isinstance(call.left, ast.Constant) else call.left
-    if isinstance(call, ast.Yield):
+    if not isinstance(call, ast.Call):
         return None
     func = call.func
     loss: ast.expr | None = None

@@ -55,6 +55,7 @@ class EntryPoints:
         self._stepping: list[int] = []  # ids of optimizers that are stepping without a scaler
         # Tensor.backward looks it up at each call, so this one patch is enough.
         patches.replace(torch.autograd, "backward", self._wrapped_backward)
+        patches.replace(torch.autograd, "grad", self._wrapped_grad)
         ValueReads(patches, watch, self._guard, self.follow_again)
         self._follow(GradScaler, "__init__", self.scaler_init)
         self.wrap_scaler(GradScaler)
@@ -202,6 +203,25 @@ class EntryPoints:
                 if kept is not None:
                     self._watch.bad_steps.backward_ended(kept)
         return result
+
+    def _wrapped_grad(self, original: Function) -> Function:
+        """Return ``autograd.grad`` that looks at the gradients of parameters, with which a script updates by hand."""
+        follows = self._follows
+
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            found = original(outputs, inputs, *args, **kwargs)
+            if torch.compiler.is_compiling() or kwargs.get("create_graph") or not follows():
+                return found
+            loss = outputs if isinstance(outputs, Tensor) else outputs[0] if len(outputs) == 1 else None
+            every = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+            if loss is not None and loss.numel() == 1 and every and isinstance(every[0], nn.Parameter):
+                if self._skipper.on:
+                    self.follow_again()
+                with self._guard, self._follows.paused():
+                    self._watch.bad_steps.gradients_computed(sys._getframe(1), loss, found)
+            return found
+
+        return grad
 
     # Scalers
 
@@ -408,6 +428,8 @@ class EntryPoints:
         if parameter is not None:
             with self._guard:
                 self._watch.ties.registered(module, name, before, parameter)
+                if self._watch.learning.parameter_made() and self._skipper.on:
+                    self.follow_again()
 
     def convert(self, original: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(model, *args, **kwargs)

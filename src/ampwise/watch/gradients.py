@@ -153,10 +153,10 @@ class GradientReader:
             return
         state.read = True
         self._readings.pop(state.index, None)
-        if not (self._reads.is_due() or not are_finite_on_host(optimizer)):
+        grads = [each.grad for group in optimizer.param_groups for each in group["params"]]
+        if not (self._reads.is_due() or not are_finite_on_host(grads)):
             return
         began = time.perf_counter()
-        grads = [each.grad for group in optimizer.param_groups for each in group["params"]]
         # The sum of gradients that are sharded over ranks would need communication.
         if not any(hasattr(grad, "placements") for grad in grads):
             if any(grad is not None and (grad.is_sparse or grad.is_conj()) for grad in grads):
@@ -272,10 +272,10 @@ class GradientReader:
             callback(skipped)
 
 
-def are_finite_on_host(optimizer: Any) -> bool:
+def are_finite_on_host(gradients: Sequence[Tensor | None]) -> bool:
     """Return whether the gradients on the CPU are finite, in one fast pass. Those on other devices are not read."""
-    grads = [each.grad for each in parameters_of(optimizer) if each.grad is not None]
-    plain = [each for each in grads if each.is_cpu and each.layout == torch.strided and not hasattr(each, "placements")]
+    grads = [each for each in gradients if each is not None and each.is_cpu and each.is_floating_point()]
+    plain = [each for each in grads if each.layout == torch.strided and not hasattr(each, "placements")]
     if not plain:
         return True
     with torch.no_grad():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
-from types import CodeType, FrameType, GeneratorType
+from types import CodeType, FrameType, GeneratorType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import code_owner
 from ampwise.trace.names_in_code import call_name, tree_of
 from ampwise.trace.replay import is_finite
+from ampwise.trace.value_ranges import bytes_of
 from ampwise.watch.code_slice import (
     RESULT,
     Attribute,
@@ -98,6 +99,17 @@ class LossCode:
     def computed(self) -> list[Tensor]:
         """Return the tensors that it begins with and that were computed before, by code that is not known."""
         return [tensor for tensor, _ in self.tensors if tensor.requires_grad and not isinstance(tensor, nn.Parameter)]
+
+    @property
+    def may_use_a_model(self) -> bool:
+        """Whether a model may have computed what it gives: not in ``torch.tensor(math.nan)``."""
+        used = [each for each in self.objects() if not isinstance(each, ModuleType | int | float | str)]
+        return bool(used or self.computed())
+
+    @property
+    def bytes(self) -> int:
+        """Of the tensors that it begins with."""
+        return sum([bytes_of(tensor) for tensor, _ in self.tensors])
 
     @property
     def is_unchanged(self) -> bool:
@@ -247,7 +259,7 @@ def _code(
             return None
         instruction = None
         if yielded:
-            wanted, frame = (Yielded(),), _suspended(found.iterates, by_name=loaded)
+            wanted, frame = (Yielded(),), _suspended(frame.f_code, found.iterates, by_name=loaded)
         elif given:
             wanted = tuple(Parameter.of(frame.f_code, name, is_method=own is not None) for name in given)
             frame = own_caller(frame)
@@ -266,14 +278,17 @@ def _own_name(frame: FrameType) -> str | None:
     return first if getattr(method, "__code__", None) is code else None
 
 
-def _suspended(names: Set[str], *, by_name: bool) -> FrameType | None:
-    """Return the frame of the script's only suspended generator whose function is named so, or else of the only one."""
+def _suspended(reader: CodeType, names: Set[str], *, by_name: bool) -> FrameType | None:
+    """Return the frame of the script's only suspended generator that a loop reads; None if there are several.
+
+    Its function is named so, or it is a generator expression of the function that reads it; else there is no other.
+    """
     every = gc.get_objects()
     if len(every) > MOST_LIVE_OBJECTS:
         return None
     generators = [each for each in every if type(each) is GeneratorType and each.gi_suspended]
     found = [each for each in generators if code_owner(each.gi_code.co_filename) == "own"]
-    named = [each for each in found if each.gi_code.co_name in names]
+    named = [each for each in found if each.gi_code.co_name in names or each.gi_code in reader.co_consts]
     frames = [each.gi_frame for each in named or ([] if by_name else found)]
     return frames[0] if len(frames) == 1 else None
 

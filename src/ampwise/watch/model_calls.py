@@ -30,6 +30,7 @@ __all__ = ["AutocastState", "KeptLoss", "LossStart", "ModelCall", "ModelCalls"]
 MOST = 8  # calls to keep: the last of a step
 MOST_INPUTS = 2**30  # bytes: batches stay in memory a little longer
 MOST_GRADIENTS = 2**27  # bytes: without ampwise these would be freed
+MOST_USUAL = 2**26  # bytes of an earlier step's batch
 OUTPUTS = 16  # most output tensors of a model
 CPU = torch.device("cpu")
 
@@ -108,6 +109,11 @@ class KeptLoss:
     used_at: tuple[CodeType, int] | None = None  # the script's function that used it, and its instruction
     awaited: bool = False  # its step has ended
 
+    def models(self) -> list[nn.Module]:
+        """Return the models that compute it: those that were called, or that its code names."""
+        named = [] if self.code is None else [each for each in self.code.objects() if isinstance(each, nn.Module)]
+        return list(dict.fromkeys([*self.start.models, *named]))
+
 
 class ModelCalls:
     """Calls of the current step, and of earlier steps whose result is not known yet."""
@@ -117,6 +123,7 @@ class ModelCalls:
         self._running: ModelCall | None = None
         self._start = LossStart()
         self.losses: deque[KeptLoss] = deque(maxlen=MOST)  # of the same steps
+        self.usual: KeptLoss | None = None  # the last of an earlier step, to try fixes on
         self.backward_passes = 0
         self._data_random: Tensor | None = None
         self.updates: Counter[int] = Counter()  # by optimizer; counted at the start and at the end of each update
@@ -276,6 +283,8 @@ class ModelCalls:
         for loss in self._losses_of(index):
             if now or loss.awaited:
                 self.losses.remove(loss)
+                small = loss.code is not None and loss.code.bytes <= MOST_USUAL
+                self.usual = loss if small else None
 
     def _losses_of(self, index: int) -> list[KeptLoss]:
         return [each for each in self.losses if index in each.start.trains or not each.start.trains]
@@ -286,6 +295,7 @@ class ModelCalls:
         for call in list(self._kept):
             self._drop(call)
         self.losses.clear()
+        self.usual = None
         self._start = LossStart()
 
     def is_fresh(self, kept: ModelCall | KeptLoss) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import math
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,12 +18,18 @@ from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import code_owner, site_of
 from ampwise.trace.names_in_code import bound_names, call_name, free_names, tree_of
 from ampwise.trace.replay import is_finite
+from ampwise.watch.patches import Patches
 
-__all__ = ["NumpyError", "as_array", "is_bad", "numpy_errors"]
+__all__ = ["KINDS", "NumpyError", "NumpyWarnings", "as_array", "is_bad", "numpy_errors"]
 
 MOST = 100
 MOST_NUMBERS = 2**17  # items of a list to look at
 MOST_DEPTH = 4
+KINDS = {
+    "divide by zero": "a division by zero",
+    "invalid value": "an invalid value, such as 0/0",
+    "overflow": "an overflow",
+}
 REPAIRS = ("nan_to_num", "where", "clip")
 
 
@@ -42,8 +49,52 @@ class NumpyError(NamedTuple):
             return False
         names = [name for name in bound_names(self.statement) if name in self.frame.f_locals]
         if not names:  # `return np.nan_to_num(x / std)`
-            return any(isinstance(node, ast.Call) and call_name(node) in REPAIRS for node in ast.walk(self.statement))
+            return self.calls_repair
         return not any(is_bad(self.frame.f_locals[name]) for name in names)
+
+    @property
+    def calls_repair(self) -> bool:
+        every = ast.walk(self.statement) if self.statement is not None else ()
+        return any(isinstance(node, ast.Call) and call_name(node) in REPAIRS for node in every)
+
+
+def _error_here(kind: str, outside: CodeType | None = None) -> NumpyError | None:
+    """Return the error in the innermost function of the script; None if there is none before a frame of ``outside``."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and code_owner(frame.f_code.co_filename) != "own":
+        frame = None if frame.f_code is outside else frame.f_back
+    if frame is None:
+        return None
+    code, line = frame.f_code, frame.f_lineno
+    tree = tree_of(code.co_filename)
+    every = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)] if tree is not None else []
+    here = [node for node in every if not hasattr(node, "body") and node.lineno <= line <= (node.end_lineno or 0)]
+    read = free_names(here[-1]) if here else set()  # by the innermost statement without a block of its own
+    given_bad = any(is_bad(frame.f_locals[name]) for name in read if name in frame.f_locals)
+    site = site_of((code.co_filename, line, code.co_name), None)
+    return NumpyError(kind, site, frame, here[-1] if here else None, given_bad)
+
+
+class NumpyWarnings:
+    """Lines of the script at which NumPy has warned of a value that it computed from good ones, and that is not finite.
+
+    A script often prepares its data long before the first step, where nothing else observes it.
+    """
+
+    def __init__(self) -> None:
+        self.sites: dict[CallSite, str] = {}  # with the kind
+
+    def install(self, patches: Patches) -> None:
+        patches.wrap(warnings, "_showwarnmsg", self.shown)
+
+    def shown(self, original: Callable[[Any], None], message: Any) -> None:
+        kind, encountered, _ = str(message.message).partition(" encountered in ")
+        if encountered and kind in KINDS and issubclass(message.category, RuntimeWarning) and len(self.sites) < MOST:
+            with suppress(Exception):
+                error = _error_here(kind)
+                if error is not None and not error.was_given_bad and not error.calls_repair:
+                    self.sites[error.site] = kind
+        original(message)
 
 
 @contextmanager
@@ -52,19 +103,9 @@ def numpy_errors(found: list[NumpyError]) -> Iterator[None]:
     outside = sys._getframe(2).f_code  # frames from this on did not call NumPy for the sake of what is observed
 
     def note(kind: str, flag: int) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and code_owner(frame.f_code.co_filename) != "own":
-            frame = None if frame.f_code is outside else frame.f_back
-        if frame is None or len(found) >= MOST:
-            return
-        code, line = frame.f_code, frame.f_lineno
-        tree = tree_of(code.co_filename)
-        every = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)] if tree is not None else []
-        here = [node for node in every if not hasattr(node, "body") and node.lineno <= line <= (node.end_lineno or 0)]
-        read = free_names(here[-1]) if here else set()  # by the innermost statement without a block of its own
-        given_bad = any(is_bad(frame.f_locals[name]) for name in read if name in frame.f_locals)
-        site = site_of((code.co_filename, line, code.co_name), None)
-        found.append(NumpyError(kind, site, frame, here[-1] if here else None, given_bad))
+        error = _error_here(kind, outside) if len(found) < MOST else None
+        if error is not None:
+            found.append(error)
 
     numpy = sys.modules.get("numpy")
     if numpy is None:

@@ -57,6 +57,7 @@ class StepToReplay:
     pasts: tuple[OptimizerPast, ...] = ()  # of the optimizers
     raised: bool = False  # torch's anomaly detection has raised an error: a NaN may not have reached any gradient
     draws: BatchDraws | None = None  # the batches of the step
+    usual: KeptLoss | None = None  # of an earlier step
 
     @property
     def bad_loss(self) -> bool:
@@ -80,7 +81,7 @@ class ReplayedStep(NamedTuple):
 def replay_step(calls: Sequence[ModelCall], losses: Sequence[KeptLoss], step: StepToReplay) -> ReplayedStep:
     """Replay the code of the losses, or else the calls; the weights must still be those of the step."""
     sharded = any(map(has_fsdp1, step.optimizers))
-    models = list(dict.fromkeys(each for loss in losses for each in _models_of(loss)))
+    models = list(dict.fromkeys(each for loss in losses for each in loss.models()))
     models += [each for each in dict.fromkeys(call.model for call in calls) if each not in models]
     for model in models:
         if sharded or any(hasattr(each, "placements") for each in model.parameters()):
@@ -110,12 +111,6 @@ def replay_step(calls: Sequence[ModelCall], losses: Sequence[KeptLoss], step: St
             return _explain_calls(calls, step)
     except CollectiveInReplay as error:
         return ReplayedStep([], f"Step {step.number} could not be replayed: {error}.")
-
-
-def _models_of(loss: KeptLoss) -> list[nn.Module]:
-    """Return the models that compute a loss: those that were called, or that its code names."""
-    named = [] if loss.code is None else [each for each in loss.code.objects() if isinstance(each, nn.Module)]
-    return list(dict.fromkeys([*loss.start.models, *named]))
 
 
 @contextmanager
@@ -278,10 +273,22 @@ def _run_again(
                 afterwards()
         return found
 
+    def run_usual(settings: ReplaySettings) -> Any:
+        with torch.inference_mode(False), torch.enable_grad(), collectives_refused():
+            return step.usual.code.run()  # type: ignore[union-attr]
+
+    usual = step.usual.code if step.usual is not None and is_finite_unrecorded(step.usual.value) else None
+    has_usual = usual is not None and usual.is_unchanged and all(map(is_finite_unrecorded, usual.computed()))
     # Of a batch that is computed again, the old values are not its source.
     batch = {} if from_data else {**_batch(calls), **code.batch()}
     try:
-        return _diagnosis(run, start, calls, step, models=_models_of(loss), batch=batch, touched=code.objects())
+        return _diagnosis(
+            *(run, start, calls, step),
+            models=loss.models(),
+            batch=batch,
+            touched=[*code.objects(), *(usual.objects() if usual is not None and has_usual else ())],
+            usual=run_usual if has_usual else None,
+        )
     except Exception:  # the statements do not run on their own
         return None
 
@@ -316,6 +323,7 @@ def _diagnosis(
     batch: Mapping[str, Tensor],
     touched: Sequence[Any] = (),
     remarks: tuple[str, ...] = (),
+    usual: Callable[[ReplaySettings], Any] | None = None,
 ) -> Failure | None:
     """Replay and diagnose a bad step; None if it is finite, or would be without the loss scale.
 
@@ -335,6 +343,7 @@ def _diagnosis(
         optimizers=step.optimizers,
         pasts=step.pasts,
         touched=touched,
+        usual=usual,
         remarks=(*remarks, COMPILED) if any(call.compiled for call in calls) else remarks,
     )
     with Replay(subject) as replay:

@@ -87,7 +87,7 @@ class ValueReads:
                 tensor.numel() == 1
                 and tensor.is_cpu  # elsewhere this would sync
                 and tensor.is_floating_point()
-                and tensor.requires_grad
+                and (tensor.requires_grad or _is_same(tensor, other))
                 and not torch.compiler.is_compiling()
                 and follows()
                 and not isfinite(tensor.detach())
@@ -114,6 +114,11 @@ class ValueReads:
             return original(tensor, *args, **kwargs)
 
         return replace
+
+
+def _is_same(tensor: Tensor, other: Any) -> bool:
+    """Whether a value is compared with itself, as only NaN differs from itself: ``loss.data != loss.data``."""
+    return other is tensor or (isinstance(other, Tensor) and other.is_cpu and other.data_ptr() == tensor.data_ptr())
 
 
 class Guard:
