@@ -48,7 +48,7 @@ IS_OUTSIDE_DOMAIN = {
     "polygamma": lambda x: (x <= 0) & (x == x.floor()),
 }
 # Of a complex argument, where only poles are left out.
-IS_POLE = {"log1p": lambda x: x == -1, "atanh": lambda x: (x == 1) | (x == -1), "logit": lambda x: (x == 0) | (x == 1)}
+POLES = {"log1p": (-1,), "atanh": (1, -1), "logit": (0, 1)}
 CHECK_SECOND_ARGUMENT = ("xlogy", "special_xlog1py", "polygamma")
 
 
@@ -240,9 +240,11 @@ def _invalid_arguments(name: str, args: Any) -> dict[str, int]:
         given = given[0] if given and isinstance(given[0], list | tuple) else given
         tensors = [each for each in given if isinstance(each, Tensor)]
         found["outside_domain"] = sum(int(is_outside(each).sum()) for each in tensors if each.is_floating_point())
-        if name.startswith("log") or name in IS_POLE:
-            is_pole = IS_POLE.get(name, lambda x: x == 0)
-            found["outside_domain"] += sum(int(is_pole(each).sum()) for each in tensors if each.is_complex())
+        if name.startswith("log") or name in POLES:
+            poles = POLES.get(name, (0,))
+            found["outside_domain"] += sum(
+                int((each == pole).sum()) for each in tensors if each.is_complex() for pole in poles
+            )
     return found
 
 

@@ -299,7 +299,7 @@ def _apply_clamped_argument(func: Any, args: Any, kwargs: Any, remedy: Remedy) -
         raise RemedyNotApplicable(op)
     remedy = _clamped_argument(op, dtype_name(given.dtype))
     if given.is_complex():
-        bounded = torch.where(given.abs() < (remedy.low or 0.0), remedy.low, given)
+        bounded = torch.where(given.abs() < (remedy.low or 0.0), remedy.low or 0.0, given)
     else:
         bounded = given.clamp(remedy.low, remedy.high)
     return func(*_replaced(args, position, bounded), **kwargs), remedy

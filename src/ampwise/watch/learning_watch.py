@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ampwise.trace.call_site import calling_site
 from ampwise.train.scaler.step_result import AsyncScalars
-from ampwise.watch.diluted_means import note_diluted_mean
 from ampwise.watch.inspection import parameters_of, precisions_of, unwrapped
 from ampwise.watch.learning import CountedCalls, Learning, OptimizerUse, OutsideParameters, SharedMemory, SharedSteps
+from ampwise.watch.loss_means import note_crossed_loss, note_diluted_mean
 from ampwise.watch.models import name_without_wrappers
 from ampwise.watch.tracked import TrackedOptimizer
 from ampwise.watch.tracker import CallTracker
@@ -310,6 +310,7 @@ class LearningWatch:
         if not self._looks:
             return
         note_diluted_mean(given[0], self._facts, self._tracker.steps + 1)
+        note_crossed_loss(given[0], self._facts, self._tracker.steps + 1)
         users: dict[Any, Any] = {}  # by node of the graph: the one that it was found from
         pending: list[tuple[Any, Any]] = [(each.grad_fn, None) for each in given]
         while pending:

@@ -20,6 +20,7 @@ __all__ = [
     "ForwardCall",
     "GradNormRead",
     "OptimizerStep",
+    "ReplicaSum",
     "RunEvent",
     "RunEvents",
     "ScalerCreated",
@@ -179,6 +180,19 @@ class ScriptFailed(RunEvent):
     message: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSum:
+    """Sums of some weights and gradients of one rank, before an update."""
+
+    optimizer: int
+    step: int
+    wrapped: bool  # by a DistributedDataParallel over all ranks
+    weights: tuple[float, ...]
+    gradients: tuple[float, ...]
+    file: str  # where the optimizer was made
+    line: int
+
+
 @dataclass(slots=True, kw_only=True)
 class RunEvents:
     """Records of a whole run, complete at its end."""
@@ -190,4 +204,5 @@ class RunEvents:
     saves: Counter[CheckpointSaved] = field(default_factory=Counter)
     dropped: Counter[CallSite] = field(default_factory=Counter)  # steps before which zero_grad dropped unused gradients
     scales_by_rank: dict[int, dict[int, float]] = field(default_factory=dict)  # rank: {step: scale}
+    replicas: dict[int, list[ReplicaSum]] = field(default_factory=dict)  # by rank
     bf16_emulated_on: str | None = None  # name of the device, if BF16 was used and is emulated

@@ -31,6 +31,7 @@ from ampwise.watch.model_calls import KeptLoss, ModelCalls
 from ampwise.watch.models import Hook, Models, names_of, outermost_running_module
 from ampwise.watch.module_hooks import Activations, DtypeFlow
 from ampwise.watch.overhead import StepSkipper
+from ampwise.watch.replicas import ReplicaSums
 from ampwise.watch.run_events import RunEvent
 from ampwise.watch.tied_weights import TiedWeights
 from ampwise.watch.timing import NOTHING, PROFILED, RunTiming
@@ -92,6 +93,7 @@ class StepWatch:
         self._learned = Learning()
         self.learning = LearningWatch(self._learned, self.tracker)
         self.loop = LoopWatch(self._learned, self.tracker)
+        self.replicas = ReplicaSums()
         self.ties, self.averages = TiedWeights(self._learned), HalfAverages(self._learned)
         self.bad_steps = BadStepWatch(
             *(self.calls, self.tracker, findings.add, self._paused, failed),
@@ -245,6 +247,7 @@ class StepWatch:
             with self._paused():
                 self._names_of(optimizer, state)
                 self.learning.step_begins(optimizer, state)
+                self.replicas.step_begins(optimizer, state)
             self.bad_steps.note_norm(optimizer, state)
             state.update = None if state.plain or state.poisoned else KeptUpdate.before(optimizer)
             lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None

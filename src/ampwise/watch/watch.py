@@ -317,6 +317,7 @@ class Watch:
             ],
             "dtype_flow": self.step_watch.flow.rows(),
             "memory": self.step_watch.memory.facts(),
+            **({"replicas": sums} if (sums := self.step_watch.replicas.facts()) else {}),
             "activations": {
                 name: {"dtype": dtype, "largest": value} for name, (dtype, value) in self.step_watch.largest.items()
             },
