@@ -12,11 +12,12 @@ import ast
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 from types import CodeType, FrameType, GeneratorType, ModuleType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -52,6 +53,7 @@ __all__ = [
 
 MOST_FRAMES = 4  # a loss that is handed through more functions than this is not followed
 REPORTING = ("print", "append", "write", "log", "info", "debug", "warning", "add_scalar", "set_postfix", "save")
+PLAIN = (Tensor, int, float, str, type(None))
 MOST_LIVE_OBJECTS = 5_000_000  # among which a generator is searched for
 
 Running = tuple[Any, ...]  # a function, its instruction, and the same of the function that it called
@@ -106,6 +108,33 @@ class LossCode:
         used = [each for each in self.objects() if not isinstance(each, ModuleType | int | float | str)]
         return bool(used or self.computed())
 
+    def weakly(self) -> Callable[[], LossCode | None] | None:
+        """Return a function that returns it as long as the script keeps its objects alive; None if that is unclear.
+
+        Only tensors and plain values are kept.
+        """
+        stages: list[tuple[_Stage, dict[str, Any]]] = []
+        for stage in self.stages:
+            held = {
+                name: value if isinstance(value, PLAIN) and not isinstance(value, nn.Parameter) else _weak(value)
+                for name, value in stage.variables.items()
+            }
+            if any(each is _weak for each in held.values()):
+                return None
+            stages.append((replace(stage, variables={}), held))
+        tensors = [pair for pair in self.tensors if not isinstance(pair[0], nn.Parameter)]
+
+        def again() -> LossCode | None:
+            found = []
+            for stage, held in stages:
+                values = {name: each() if isinstance(each, ref) else each for name, each in held.items()}
+                if any(values[name] is None and held[name] is not None for name in held):
+                    return None
+                found.append(replace(stage, variables=values))
+            return LossCode(found, tensors)
+
+        return again
+
     @property
     def bytes(self) -> int:
         """Of the tensors that it begins with."""
@@ -115,6 +144,14 @@ class LossCode:
     def is_unchanged(self) -> bool:
         """Whether no tensor that it begins with was written to since."""
         return all(version_of(tensor) == version for tensor, version in self.tensors)
+
+
+def _weak(value: Any) -> Any:
+    """Return a weak reference, or this function where there can be none."""
+    try:
+        return ref(value)
+    except TypeError:
+        return _weak
 
 
 def running_code() -> Running:

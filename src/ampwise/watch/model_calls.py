@@ -7,7 +7,7 @@ gradients of its outputs. Only the generator's state is copied, and nothing sync
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -123,7 +123,8 @@ class ModelCalls:
         self._running: ModelCall | None = None
         self._start = LossStart()
         self.losses: deque[KeptLoss] = deque(maxlen=MOST)  # of the same steps
-        self.usual: KeptLoss | None = None  # the last of an earlier step, to try fixes on
+        # The last loss of an earlier step, to try fixes on: its value, and its code while its objects live.
+        self.usual: tuple[Tensor, Callable[[], LossCode | None]] | None = None
         self.backward_passes = 0
         self._data_random: Tensor | None = None
         self.updates: Counter[int] = Counter()  # by optimizer; counted at the start and at the end of each update
@@ -284,7 +285,8 @@ class ModelCalls:
             if now or loss.awaited:
                 self.losses.remove(loss)
                 small = loss.code is not None and loss.code.bytes <= MOST_USUAL
-                self.usual = loss if small else None
+                again = loss.code.weakly() if loss.code is not None and small else None
+                self.usual = None if again is None else (loss.value, again)
 
     def _losses_of(self, index: int) -> list[KeptLoss]:
         return [each for each in self.losses if index in each.start.trains or not each.start.trains]

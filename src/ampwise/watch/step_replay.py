@@ -57,7 +57,7 @@ class StepToReplay:
     pasts: tuple[OptimizerPast, ...] = ()  # of the optimizers
     raised: bool = False  # torch's anomaly detection has raised an error: a NaN may not have reached any gradient
     draws: BatchDraws | None = None  # the batches of the step
-    usual: KeptLoss | None = None  # of an earlier step
+    usual: tuple[Tensor, Callable[[], LossCode | None]] | None = None  # see ``ModelCalls``
 
     @property
     def bad_loss(self) -> bool:
@@ -275,9 +275,9 @@ def _run_again(
 
     def run_usual(settings: ReplaySettings) -> Any:
         with torch.inference_mode(False), torch.enable_grad(), collectives_refused():
-            return step.usual.code.run()  # type: ignore[union-attr]
+            return usual.run()  # type: ignore[union-attr]
 
-    usual = step.usual.code if step.usual is not None and is_finite_unrecorded(step.usual.value) else None
+    usual = step.usual[1]() if step.usual is not None and is_finite_unrecorded(step.usual[0]) else None
     has_usual = usual is not None and usual.is_unchanged and all(map(is_finite_unrecorded, usual.computed()))
     # Of a batch that is computed again, the old values are not its source.
     batch = {} if from_data else {**_batch(calls), **code.batch()}
