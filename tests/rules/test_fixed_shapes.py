@@ -397,6 +397,7 @@ def assert_laws_hold(text, unsafe):
     return after
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("unsafe", [False, True], ids=["safe", "unsafe"])
 @pytest.mark.parametrize("path", [*FIXTURES, *FIXED], ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_fixed_fixtures(path, unsafe):
