@@ -16,6 +16,8 @@ pytest.importorskip("sphinx")
 from tools.site.links import SCHEMAS, included, without_badges
 from tools.site.sidebar import is_a_rule
 
+from ..for_each import for_each
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -31,7 +33,7 @@ def docname(page):
     return page.relative_to(DOCS).with_suffix("").as_posix()
 
 
-@pytest.mark.parametrize("name", ["search", "genindex", "py-modindex"])
+@for_each("name", ["search", "genindex", "py-modindex"])
 def test_no_page_has_the_name_of_one_that_sphinx_makes(name):
     """It would be written over, and every link to it would still lead somewhere."""
     assert name not in map(docname, PAGES)

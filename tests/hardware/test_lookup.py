@@ -14,6 +14,8 @@ from ampwise.errors import UnknownName
 from ampwise.hardware import find_gpu, gpu_named, gpus
 from ampwise.hardware.catalog import _words, nvidia_tensor_cores, other_variants
 
+from ..for_each import for_each
+
 FOUND = {
     "NVIDIA H200": "h200",
     "NVIDIA H100 80GB HBM3": "h100-sxm",
@@ -119,7 +121,7 @@ def test_an_unknown_name_says_what_is_near():
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "expected", "others"),
     [
         ("a100", "a100-sxm-80", ["a100-40", "a100-pcie-80"]),
@@ -155,7 +157,7 @@ def test_no_short_name_is_that_of_two_devices():
     assert len({name for name, _ in named}) == len(set(named))
 
 
-@pytest.mark.parametrize("name", ["8.9", "sm_89", "quadro 9000"])
+@for_each("name", ["8.9", "sm_89", "quadro 9000"])
 def test_an_unlisted_device_can_be_given_by_its_capability(name):
     with pytest.raises(UnknownName, match=r"`ampwise advise --gpu` also takes a compute capability, such as 8\.9"):
         gpu_named(name)
@@ -166,7 +168,7 @@ def test_a_misspelt_name_says_what_is_near():
         gpu_named("rxt4090")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fmt", "capability", "expected"),
     [
         ("fp16", (6, 1), False),

@@ -4,11 +4,10 @@ import ast
 import re
 from functools import cache
 
-import pytest
-
 from ampwise.cli import main
 from ampwise.report.live import server
 
+from ..for_each import for_each
 from .conftest import ROOT
 
 SOURCE = ROOT / "src" / "ampwise"
@@ -122,7 +121,7 @@ def test_few_can_talk_to_others_and_it_is_known_why():
     } == set(NETWORK)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("code", "found"),
     [
         ("torch.load(path)", makers_of_code),

@@ -19,6 +19,7 @@ from ampwise.runs.json_lines import (
 from ampwise.runs.rows import NumberStats, merge_buckets
 from ampwise.runs.writer import RecordLimits
 
+from ..for_each import for_each
 from .record_toys import row, runs_of_rows, sample, samples
 
 METRICS = ("loss", "norm", "scale", "lr")
@@ -115,7 +116,7 @@ def test_lines_that_cannot_be_read_are_dropped():
     assert list(thin_layers([good, bad, b"no json\n", b'{"s":1}\n'])) == [good]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("steps", "rows", "size"),
     [(0, 100, 1), (25, 100, 1), (26, 100, 2), (100, 100, 4), (101, 100, 8), (10**6, 100, 65536)],
 )

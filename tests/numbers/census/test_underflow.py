@@ -4,10 +4,11 @@ import math
 from functools import cache
 
 import numpy as np
-import pytest
 
 from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.census.underflow import NO_UNDERFLOW, scale_exponent, underflow
+
+from ...for_each import for_each
 
 RNG = np.random.default_rng(7)
 
@@ -105,8 +106,8 @@ CLEAN = {
 }
 
 
-@pytest.mark.parametrize("name", CLEAN)
-@pytest.mark.parametrize("scale", [2.0**12, 2.0**16])
+@for_each("name", CLEAN)
+@for_each("scale", [2.0**12, 2.0**16])
 def test_honest_zeros_are_not_lost(name, scale):
     found = underflow(census_of(through_fp16(CLEAN[name], scale)), scale)
     assert found.lost_share < 0.01
@@ -130,7 +131,7 @@ def test_two_gradients_add_up():
     assert low + NO_UNDERFLOW == low
 
 
-@pytest.mark.parametrize(("scale", "k"), [(None, 0), (1.0, 0), (65536.0, 16), (1000.0, 9), (0.25, -2), (0.0, 0)])
+@for_each(("scale", "k"), [(None, 0), (1.0, 0), (65536.0, 16), (1000.0, 9), (0.25, -2), (0.0, 0)])
 def test_the_exponent_of_a_scale(scale, k):
     assert scale_exponent(scale) == k
 

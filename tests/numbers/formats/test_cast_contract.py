@@ -8,6 +8,7 @@ from ampwise.errors import UnknownName, UnsupportedTensor
 from ampwise.numbers.formats import BLOCK_FORMATS, FORMATS
 from ampwise.numbers.formats.cast import can_round_by_adding
 
+from ...for_each import for_each
 from ...night import chessboard
 
 EVERY = [*FORMATS, *BLOCK_FORMATS]
@@ -50,7 +51,7 @@ def test_a_lazily_negated_tensor_is_negated():
     assert cast(lazy, "e2m1").tolist() == [-2.0]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "open_end", "largest"),
     [
         ("fp16", torch.inf, 65504.0),
@@ -76,13 +77,13 @@ def test_a_format_may_be_given_in_any_way():
         assert torch.equal(cast(values, fmt), expected)
 
 
-@pytest.mark.parametrize(("value", "kept"), [(1.2e-7, 2**-23), (1e-7, 2**-23), (3e-8, 2**-24), (2.98e-8, 0.0)])
+@for_each(("value", "kept"), [(1.2e-7, 2**-23), (1e-7, 2**-23), (3e-8, 2**-24), (2.98e-8, 0.0)])
 def test_what_fp16_really_loses(value, kept):
     """1e-7 is often said to become zero in FP16."""
     assert cast(torch.tensor(value), "fp16").item() == kept
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("tensor", "text"),
     [
         (
@@ -102,7 +103,6 @@ def test_what_fp16_really_loses(value, kept):
             "cast() needs a dense tensor, got torch.sparse_coo. Cast tensor.values().",
         ),
     ],
-    ids=["int64", "bool", "complex", "sparse"],
 )
 def test_tensors_it_refuses(tensor, text):
     with pytest.raises(UnsupportedTensor) as caught:
@@ -141,8 +141,8 @@ def test_a_dimension_is_as_if_it_were_the_last(name):
         assert torch.equal(found.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0)), dim
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "e4m3"])
-@pytest.mark.parametrize("dim", [4, 2, -3, "x", None, 1.0])
+@for_each("name", ["mxfp8", "e4m3"])
+@for_each("dim", [4, 2, -3, "x", None, 1.0])
 def test_a_dimension_that_is_not_there(name, dim):
     with pytest.raises(BadInput) as caught:
         cast(torch.ones(3, 2), name, dim=dim)

@@ -4,6 +4,7 @@ import pytest
 
 from ampwise.rules.amp6xx_gradients import scale_collapse, scale_oscillation, skip_rate
 
+from ...for_each import for_each
 from .runs import findings, judged, scaler_rows, stepped
 
 
@@ -49,7 +50,7 @@ def test_single_skips_to_below_one_are_a_collapse():
     assert finding.message.endswith(" to 0.5")
 
 
-@pytest.mark.parametrize("interval", [1, 2, 5, 15])
+@for_each("interval", [1, 2, 5, 15])
 def test_alternating_is_oscillation(interval):
     health = run(lambda step, scale: scale > 65536, growth_interval=interval)
     (finding,) = scale_oscillation.check_gradients(health)

@@ -20,6 +20,7 @@ from ampwise.runs.rows import CountedFinding
 from ampwise.trace.failure import KINDS, OptimizerFacts
 from ampwise.trace.remedies import remedies_for
 
+from ...for_each import for_each
 from .failures import ADDMM, BAD_WEIGHT, EXAMPLES, FAILED, HELPED, IN_BACKWARD, INF, NO_HELP, finding, origin, values
 
 RULES = {module.RULE.name: module.RULE for module in rule_modules() if hasattr(module, "check_op")}
@@ -128,14 +129,14 @@ def test_each_kind_has_its_rule_and_codes_are_in_their_order():
     assert set(EXAMPLES) == set(MESSAGES) == set(KINDS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_a_kind_is_reported_by_its_rule_alone(kind):
     found = finding(EXAMPLES[kind])
     assert found.rule.name == kind
     assert told_of(found) == MESSAGES[kind]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_examples_of_rules_are_python(kind):
     for example in (RULES[kind].bad, RULES[kind].good):
         ast.parse(example)
@@ -160,9 +161,7 @@ def test_the_rank_is_reported_where_there_are_several():
     assert finding(EXAMPLES["half-overflow"].but(rank=3, ranks=4)).place.rank == 3
 
 
-@pytest.mark.parametrize(
-    "site", [CallSite(file="a.py", line=0), CallSite(file="a.py", line=-1), CallSite(line=3), CallSite()]
-)
+@for_each("site", [CallSite(file="a.py", line=0), CallSite(file="a.py", line=-1), CallSite(line=3), CallSite()])
 def test_a_line_that_is_none_is_left_out(site):
     place = finding(FAILED.but(origin=origin(site=site))).place
     assert place == Place(file=site.file, module="blocks.3.fc", step=40)
@@ -219,7 +218,7 @@ def test_a_divisor_that_nobody_counted():
     assert "the reciprocal of `blocks.3.fc` (Linear) gives inf in FP32: the divisor is 0, or close to it" in told
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rows", "bad_rows", "words"),
     [
         ((), 0, "128 values, and"),
@@ -239,7 +238,7 @@ def test_what_the_function_brings_along_is_no_batch_of_the_step():
     assert told == "a tensor is used by the step and comes from outside it with 1 NaN among 128 values"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("steps", "words"),
     [
         (0, ": since the start, because SGD has not taken a step yet"),
@@ -273,7 +272,7 @@ def test_nothing_to_blame_is_said():
     assert message(IN_BACKWARD, "not-reproduced").startswith("gradients of this step were not finite, but")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("scale", "fits", "words"),
     [
         (1.0, None, "at a loss scale of 1: the exact result reaches 1,500,000, but FP16 ends at 65504; inf"),
@@ -381,7 +380,7 @@ def test_a_loss_that_is_finite_and_absurd_is_said_to_be_so():
     assert "it works" in finding(EXAMPLES["overflow"].but(trials=(replace(HELPED, loss=9e5),))).fix
 
 
-@pytest.mark.parametrize("rate", [1e38, INF, float("nan")])
+@for_each("rate", [1e38, INF, float("nan")])
 def test_a_learning_rate_that_corrupts_any_weights(rate):
     for steps, words in (
         (3, f", after 3 steps of SGD with a learning rate of {number_text(rate)}"),
@@ -408,7 +407,7 @@ def test_the_same_tensor_is_reported_once():
     assert finding(FAILED.but(origin=square)).evidence["inputs"] == "input (FP16 8×16, -3.25 to 250) twice"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("op", "facts", "roles"),
     [
         ("aten.addmm.default", {}, ("bias", "input", "weight")),
@@ -453,7 +452,7 @@ def test_evidence_of_an_operation():
     assert "zero_divisors" not in evidence, "what is not known or not so is not told"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_findings_survive_a_record(kind):
     found = finding(EXAMPLES[kind])
     data = json.loads(dumps(findings_data([CountedFinding(finding=found)])))
@@ -463,7 +462,7 @@ def test_findings_survive_a_record(kind):
     assert back.finding == found
 
 
-@pytest.mark.parametrize("output", output_formats())
+@for_each("output", output_formats())
 def test_every_printer_prints_them(output):
     stream = io.StringIO()
     print_findings([finding(failure) for failure in EXAMPLES.values()], output, stream)

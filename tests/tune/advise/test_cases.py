@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-import pytest
-
 from ampwise.tune.advise import advise
 from ampwise.tune.advise.claims import IDEAS
 from ampwise.tune.advise.symptoms import SYMPTOMS
+
+from ...for_each import for_each
 
 V100, T4, RTX2080, P100 = "v100-sxm2-16", "t4", "rtx2080ti", "p100-sxm2"
 A100, RTX3090, RTX4090, H100, H200 = "a100-sxm-80", "rtx3090", "rtx4090", "h100-sxm", "h200"
@@ -788,7 +788,7 @@ def test_units():
         assert (advice.precision == fmt) == has, text
 
 
-@pytest.mark.parametrize(("params", "gpu", "low", "high"), SIZES, ids=str)
+@for_each(("params", "gpu", "low", "high"), SIZES)
 def test_speed_up_by_size(params, gpu, low, high):
     advice = advise(gpu=gpu, params=params, arch="transformer", want="fp16" if gpu == V100 else "bf16")
     assert advice.speedup is not None
@@ -796,7 +796,7 @@ def test_speed_up_by_size(params, gpu, low, high):
     assert advice.speedup_why.startswith("derived: ceiling")
 
 
-@pytest.mark.parametrize(("speedup", "verdict", "precision"), MEASURED)
+@for_each(("speedup", "verdict", "precision"), MEASURED)
 def test_the_matrix_of_measured_speed_ups(speedup, verdict, precision):
     advice = advise(gpu=A100, params="124M", arch="transformer", measured=speedup)
     assert advice.precision == precision

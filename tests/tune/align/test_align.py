@@ -12,6 +12,7 @@ from ampwise.tune.align.align import align
 from ampwise.tune.align.matmuls import MatmulSize, StepMatmul
 from ampwise.tune.align.pad import pad_
 
+from ...for_each import for_each
 from . import subjects
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
@@ -308,7 +309,7 @@ def test_noise_is_no_gain(on_device):
     assert set(told(result).values()) == {"leave it: it would save nothing"}
 
 
-@pytest.mark.parametrize("stored", [("k", "k", "n"), ("m", "n", "n"), ("k", "n", "n")])
+@for_each("stored", [("k", "k", "n"), ("m", "n", "n"), ("k", "n", "n")])
 def test_what_is_timed_lies_in_memory_as_it_did(stored):
     sizes = {letter: MatmulSize(role=letter, size=size) for letter, size in {"m": 5, "n": 6, "k": 7}.items()}
     product = StepMatmul(

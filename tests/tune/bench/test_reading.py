@@ -21,6 +21,7 @@ from ampwise.tune.bench.profile_summary import (
     summarize,
 )
 
+from ...for_each import for_each
 from .bench_toys import fielded, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without BF16
@@ -143,7 +144,7 @@ def test_on_a_cpu_operators_count_with_what_is_not_in_others():
     assert found.busy == pytest.approx(0.013)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "kind"),
     [
         ("aten::mm", "matrix"),

@@ -15,6 +15,8 @@ from ampwise.tune.memory.allocator import Fit
 from ampwise.tune.memory.estimate import memory
 from ampwise.tune.memory.result import headline, lines, verdicts
 
+from ...for_each import for_each
+
 SIZES = {"layers": 2, "hidden": 128, "vocab": 512, "seq": 64}
 
 
@@ -180,7 +182,7 @@ def that_asks_while_made(batch=2):
     return model, arguments, loss
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("function", "operation"),
     [(with_item, r"\.item\(\)"), (with_nonzero, "nonzero"), (that_asks_while_made, r"\.item\(\)")],
 )
@@ -192,7 +194,7 @@ def test_code_that_asks_for_values_is_reported_where(function, operation):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "error", "said"),
     [
         ({}, BadInput, "no model given: name your function, train.py:make, or give sizes such as --params 7B."),
