@@ -23,9 +23,9 @@ from ampwise.guard.events import (
 from ampwise.guard.ladder import Ladder, LadderFacts, LadderState, RecoveryAction
 from ampwise.guard.resuming import CheckpointLoader
 from ampwise.guard.stopping import STOPPED_EXIT_CODE, Stopped
+from ampwise.guard.training import GuardedTraining
 from ampwise.trace.capsule.saving import Capsules
 from ampwise.trace.value_ranges import local_shard
-from ampwise.train.engine import Engine
 from ampwise.train.low_bit.pure_bf16 import PURE
 from ampwise.train.precision.policy import Policy
 from ampwise.train.precision.precision import EMULATE, precisions_of
@@ -273,12 +273,13 @@ class Recovery:
                 capsule=self._capsule,
                 build=self._build,
                 checkpoint="" if good is None else str(good.path),
+                not_widened=self._engine.precision_locked_because if self._ladder.change_precision else "",
             )
         )
         raise Stopped(STOPPED_EXIT_CODE, stopped.message)
 
 
-def _too_narrow(engine: Engine) -> tuple[str, ...]:
+def _too_narrow(engine: GuardedTraining) -> tuple[str, ...]:
     """Return the FP8 layers that a finding is about."""
     layers = engine.fp8_layers
     places = (finding.place.module for finding in (engine.findings if layers else ()))
