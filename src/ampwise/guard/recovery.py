@@ -22,6 +22,7 @@ from ampwise.guard.events import (
 )
 from ampwise.guard.ladder import Ladder, LadderFacts, LadderState, RecoveryAction
 from ampwise.guard.resuming import CheckpointLoader
+from ampwise.guard.script_loop import SCRIPTS_OWN
 from ampwise.guard.stopping import STOPPED_EXIT_CODE, Stopped
 from ampwise.guard.training import GuardedTraining
 from ampwise.trace.capsule.saving import Capsules
@@ -154,7 +155,8 @@ class Recovery:
             live = self._training_state.live()
             values = {name: local_shard(tensor) for name, tensor in live.tensors.items() if name not in live.transient}
             changes = self._last_applied > good.step or bool(non_finite_tensors(values, live.moving))
-            goes_back = any(self._agreement.gather(changes))
+            # A script's own step cannot be traced: its batches may be at fault, and nothing else can be tried.
+            goes_back = any(self._agreement.gather(changes)) or self._engine.precision == SCRIPTS_OWN
         policy = self._wider(found.patterns, found.narrow)
         spike = facts.spike and not facts.bad
         streak = len(self.standing.streak)

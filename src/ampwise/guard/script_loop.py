@@ -78,7 +78,9 @@ class ScriptLoop:
         self, model: Any, optimizer: Any, *, scheduler: Any, scaler: Any, clip_norm: Any, accumulate: Any
     ) -> None:
         self.models = checked_models(model, "Guard")
-        self.optimizers: list[Optimizer] = checked_optimizers(optimizer, self.models, "Guard")
+        every = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        inner = [getattr(each, "optimizer", each) for each in every]  # Accelerate wraps them
+        self.optimizers: list[Optimizer] = checked_optimizers(inner, self.models, "Guard")
         given = [] if scheduler is None else list(scheduler) if isinstance(scheduler, list | tuple) else [scheduler]
         for each in given:
             if isinstance(each, type) or not callable(getattr(each, "load_state_dict", None)):
