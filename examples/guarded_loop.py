@@ -23,8 +23,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import ampwise
 
 ROWS, WIDTH, BATCH = 1024, 16, 16
-LESSON = """
-Lesson: a loop needs no engine to survive. It takes its batches from the guard, and tells it when a step has ended."""
 
 
 def train(directory: str, epochs: int) -> nn.Module:
@@ -66,7 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = train(options.directory, options.epochs)
     weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
     print(f"weights: {hashlib.sha256(weights).hexdigest()[:16]}")
-    print(LESSON)
 
 
 if __name__ == "__main__":

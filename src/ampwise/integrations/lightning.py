@@ -319,13 +319,13 @@ class GuardCallback(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Resume, if there is a checkpoint; optimizers and loaders exist, and no batch was fetched."""
         combined = trainer.fit_loop._combined_loader
-        loader = None if combined is None else combined.iterables
+        loader: Any = None if combined is None else combined.iterables
         count = trainer.num_training_batches
         reasons = {
             "several processes": trainer.world_size > 1,
             "automatic_optimization = False": not pl_module.automatic_optimization,
             "fit(ckpt_path=...), as the guard resumes from its directory by itself": bool(trainer.global_step),
-            "reload_dataloaders_every_n_epochs": bool(trainer.reload_dataloaders_every_n_epochs),
+            "reload_dataloaders_every_n_epochs": vars(trainer)["reload_dataloaders_every_n_epochs"] > 0,
             "several training loaders, or one without a length": combined is None
             or combined.flattened != [loader]
             or not hasattr(loader, "__len__"),
@@ -372,7 +372,7 @@ class GuardCallback(pl.Callback):
             step = self.guard.end_step(mean)
             self._count_steps(trainer)
             if step.undone:  # the epoch goes on, even if this was its last batch; the next batch sets the counters
-                counters = trainer.fit_loop.epoch_loop.batch_progress
+                counters: Any = trainer.fit_loop.epoch_loop.batch_progress
                 counters.is_last_batch, first = False, min(1, int(trainer.num_training_batches) - 1)
                 counters.current.ready = counters.current.started = counters.current.processed = first
 
@@ -401,7 +401,7 @@ class _GuardedFetcher(DataFetcher):
     def __init__(self, guard: Guard, stream: Iterator[Any], trainer: pl.Trainer, length: int) -> None:
         super().__init__()
         self._guard, self._stream, self._trainer = guard, stream, trainer
-        self.length = length  # batches in an epoch
+        self._length = self.length = length  # batches in an epoch
 
     def __iter__(self) -> _GuardedFetcher:
         self.fetched, self.done = 0, False
@@ -419,16 +419,19 @@ class _GuardedFetcher(DataFetcher):
         self.fetched = index + 1
         while (self._guard.epoch, self.fetched) in passed_over:
             self.fetched += 1
-        self.done = self.fetched >= self.length
-        index = self.length - 1 if self.done else index  # so that what follows the last batch does, if that is left out
-        counters = self._trainer.fit_loop.epoch_loop.batch_progress
-        for counter, batches in ((counters.current, index), (counters.total, self._guard.epoch * self.length + index)):
+        self.done = self.fetched >= self._length
+        index = (
+            self._length - 1 if self.done else index
+        )  # so that what follows the last batch does, if that is left out
+        counters: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        for counter, batches in ((counters.current, index), (counters.total, self._guard.epoch * self._length + index)):
             counter.ready = counter.started = counter.processed = counter.completed = batches
         return batch, index, 0
 
     def count_epochs(self) -> None:
         """Set the Trainer's epoch to the guard's."""
-        epoch, counters = self._guard.epoch, self._trainer.fit_loop.epoch_progress
+        epoch = self._guard.epoch
+        counters: Any = self._trainer.fit_loop.epoch_progress
         has_begun = int(counters.current.ready > counters.current.processed)
         for counter in (counters.current, counters.total):
             counter.ready = counter.started = epoch + has_begun
