@@ -74,3 +74,18 @@ def test_the_trainer_refuses_windows_that_a_rollback_would_cut_anew(tmp_path):
     with pytest.raises(BadInput, match=r"8 batches is not a multiple of gradient_accumulation_steps=3"):
         trainer.train()
     assert not (tmp_path / "guard").exists()
+
+
+def test_a_loader_that_accelerate_has_prepared_is_gone_back_in():
+    """It has state_dict, which raises unless the loader within has one, too."""
+    accelerate = pytest.importorskip("accelerate")
+    from ampwise.guard.data_position import ResumableData
+
+    loader = DataLoader(TensorDataset(torch.arange(12)), 4, shuffle=True)
+    data = ResumableData(accelerate.Accelerator(cpu=True).prepare(loader))
+    batches = iter(data)
+    next(batches)
+    place = data.position()
+    rest = [batch[0].tolist() for batch in batches]
+    data.go_to(place)
+    assert [batch[0].tolist() for batch in data] == rest
