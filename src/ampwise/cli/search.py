@@ -34,8 +34,9 @@ from typing import TYPE_CHECKING
 from ampwise.cli import INTERRUPTED, print_json
 from ampwise.cli._arguments import add_make, count
 from ampwise.errors import BadInput
-from ampwise.finding.terminal import print_tables, say
+from ampwise.finding.terminal import say
 from ampwise.numbers.formats import find_format
+from ampwise.report.result_view import print_parts
 
 if TYPE_CHECKING:
     from ampwise.tune.search.result import SearchResult
@@ -115,9 +116,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(found.as_dict())
     else:
-        from ampwise.tune.search.text import show
-
-        print_tables(lambda out: show(out, found))
+        print_parts(found.parts())
     if args.output:  # after printing, so that the result is not lost if the file cannot be written
         found.save(args.output)
         if not args.json:

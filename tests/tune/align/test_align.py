@@ -169,10 +169,10 @@ def test_what_is_shown():
         "tied_by_code in bf16, 8 rows (4,096 tokens); costs are derived, not measured: "
         f"{result.products.gpu} is not here"
     )
-    assert lines[1].split() == ["layer", "product", "M×N×K", "off", "→", "better", "cost"]
-    assert lines[2].startswith("wte  ")
+    assert lines[2].split() == ["layer", "product", "M×N×K", "off", "→", "better", "cost"]
+    assert lines[3].startswith("wte  ")
     assert lines[-1] == "worth fixing: 1 of 3 layers (ampwise explain AMP503)"
-    assert "<pre>tied_by_code" in result._repr_html_()
+    assert "<table" in result._repr_html_()
     plain = result.as_dict()
     assert plain["layers"][0] | {"share": 0, "off_share": 0} == {
         "name": "wte",
