@@ -111,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = _search(args, formats, part)
     except KeyboardInterrupt:
-        say("\nampwise: interrupted; resume with: {}", _command(args))
+        words = [word for word in args.words if word != "--resume"]
+        say("\nampwise: interrupted; resume with: {}", shlex.join(["ampwise", *words, "--resume"]))
         return INTERRUPTED
     if args.json:
         print_json(found.as_dict())
@@ -158,15 +159,3 @@ def _search(args: argparse.Namespace, formats: list[str], part: Path) -> SearchR
             progress=progress,
             name=args.make,
         )
-
-
-def _command(args: argparse.Namespace) -> str:
-    """Return the command line that resumes this search."""
-    words = ["ampwise", "search", args.make]
-    for option in (*DEFAULTS, "trials", "gpu", "device", "output"):
-        if getattr(args, option) not in (None, "", DEFAULTS.get(option)):
-            words += [f"--{option}", str(getattr(args, option))]
-    for pattern in args.modules:
-        words += ["--modules", pattern]
-    words += [f"--{option}" for option in ("force", "json", "quiet") if getattr(args, option)]
-    return shlex.join([*words, "--resume"])

@@ -77,7 +77,7 @@ def print_parts(parts: Iterable[Part]) -> None:
 def _show(out: Console, parts: Iterable[Part]) -> None:
     """Print parts, with an empty line before and after each table and each finding."""
 
-    def say(text: str, style: str = "") -> None:  # without wrapping it, so that it can be searched for
+    def put(text: str, style: str = "") -> None:  # without wrapping it, so that it can be searched for
         out.print(printable(text), style=style, soft_wrap=True)
 
     before: Part | None = None
@@ -89,12 +89,12 @@ def _show(out: Console, parts: Iterable[Part]) -> None:
         if isinstance(part, ResultTable):
             out.print(_rich_table(part))
         elif isinstance(part, Finding):
-            say(f"{part.rule.code} {part.rule.name}: {part.message}")
-            say(f"  fix: {part.fix}")
+            put(f"{part.rule.code} {part.rule.name}: {part.message}")
+            put(f"  fix: {part.fix}")
             if "experiment" in part.evidence:
-                say(f"  try: {part.evidence['experiment']}")
+                put(f"  try: {part.evidence['experiment']}")
         else:
-            say(part.text, "bold" if isinstance(part, Headline) else part.style)
+            put(part.text, "bold" if isinstance(part, Headline) else part.style)
         before = part
 
 

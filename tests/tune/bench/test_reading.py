@@ -219,7 +219,7 @@ class Event:
             "sequence_nr": -1,
             "is_async": False,
             "is_user_annotation": False,
-            **dict.fromkeys(("shapes", "dtypes", "structured_input_strides", "concrete_inputs"), []),
+            **{part: [] for part in ("shapes", "dtypes", "structured_input_strides", "concrete_inputs")},
         }
 
     def __getattr__(self, name):

@@ -86,7 +86,7 @@ def test_the_table_has_a_row_for_every_kind(answer):
     assert labels[:5] == ["parameters", "gradients", "optimizer state", "cast cache", "activations"]
     assert labels[-1] == "fits"
     assert all(len(line.cells) == 3 for line in lines(answer, 8))
-    assert headline(answer) == "make: 200 K parameters; adamw"
+    assert headline(answer) == "make: 200 k parameters; adamw"
     assert any("The largest batch that fits" in said for said in verdicts(answer))
 
 
@@ -136,7 +136,7 @@ def test_frozen_weights_have_no_gradients_and_no_state():
     assert answer.parameters - answer.trained == 256 * 256 + 256
     most = answer.at("fp32").most
     assert most[PARAMETERS] - most[GRADIENTS] == pytest.approx(4 * (256 * 256 + 256), rel=0.01)
-    assert "65.8 K frozen" in headline(answer)
+    assert "65.8 k frozen" in headline(answer)
 
 
 def test_what_is_assumed_or_left_out_is_noted():

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.errors import BadInput
+from ampwise.numbers.number_text import count_text
 from ampwise.tune.advise.model import parse_count
-from ampwise.tune.memory.decoder import TYPICAL, Decoder, DecoderShape, count_text, decoder_shape
+from ampwise.tune.memory.decoder import TYPICAL, Decoder, DecoderShape, decoder_shape
 from ampwise.tune.memory.fake_tensors import without_memory
 
 

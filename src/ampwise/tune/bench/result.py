@@ -9,6 +9,7 @@ from typing import Any
 from ampwise.finding import Finding
 from ampwise.finding.registry import run_checks
 from ampwise.finding.terminal import shortened
+from ampwise.numbers.number_text import count_text
 from ampwise.report.result_view import Headline, Line, Part, ResultTable, ShownResult
 from ampwise.tune.bench.speeds import BASE, KINDS, LayerTime, PrecisionRow, SpeedComparison
 from ampwise.tune.bench.verdict import DEFINITELY, KIND_WORDS, OPTIONAL, USE, SpeedVerdict, ratio_text
@@ -179,17 +180,6 @@ def problem_of(row: PrecisionRow) -> str:
     return ""
 
 
-def short_count(count: float) -> str:
-    """
-    >>> short_count(318_000), short_count(12.3456), short_count(4_200_000)
-    ('318 k', '12.3', '4.2 M')
-    """
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.3g}"
-
-
 def speed_table(speeds: SpeedComparison) -> tuple[list[str], list[list[str]]]:
     """Return the headings of the columns that are not empty, and the cells of each row."""
     rows = [dict(_cells(row, speeds)) for row in speeds.rows]
@@ -213,7 +203,7 @@ def _cells(row: PrecisionRow, speeds: SpeedComparison) -> Iterator[tuple[str, st
         yield "×alike", ratio_text(row.ratio.median)
     rate = row.per_second(speeds.batch if speeds.tokens is None else speeds.tokens)
     if rate is not None:
-        yield "samples/s" if speeds.tokens is None else "tokens/s", short_count(rate)
+        yield "samples/s" if speeds.tokens is None else "tokens/s", count_text(rate)
     share = row.peak_share(speeds.flops)
     if share is not None:
         yield "of peak", f"{'~' if row.peak_is_approximate else ''}{share:.0%}"

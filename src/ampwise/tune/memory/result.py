@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from ampwise.finding.terminal import shortened
+from ampwise.numbers.number_text import count_text
 from ampwise.report.result_view import Headline, Line, Part, ResultTable, ShownResult
 from ampwise.tune.memory.allocation_log import (
     ACTIVATIONS,
@@ -20,7 +21,7 @@ from ampwise.tune.memory.allocation_log import (
     WORKSPACES,
 )
 from ampwise.tune.memory.allocator import Fit, MemoryUsage
-from ampwise.tune.memory.decoder import DecoderShape, count_text
+from ampwise.tune.memory.decoder import DecoderShape
 from ampwise.tune.memory.device_memory import CONTEXT, GIB, MIB, DeviceMemory
 
 KINDS = (*PER_PARAMETER, CASTS, ACTIVATIONS, INPUTS, GATHERED, REDUCED, BUCKETS, TEMPORARY, WORKSPACES)  # as shown
