@@ -139,7 +139,7 @@ def thin_steps(lines: Iterable[bytes], *, old: int, size: int) -> Iterator[bytes
 
 def _merged_line(group: list[tuple[bytes, StepBucket]]) -> bytes:
     lines, buckets = zip(*group, strict=True)
-    return lines[0] if len(lines) == 1 else bucket_line(merge_buckets(buckets)).encode()  # type: ignore[no-any-return]
+    return lines[0] if len(lines) == 1 else bucket_line(merge_buckets(buckets)).encode()
 
 
 # --- layers --------------------------------------------------------------------------------------------------------

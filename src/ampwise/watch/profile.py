@@ -12,25 +12,6 @@ from typing import Any, NamedTuple
 
 from ampwise.watch.time_use import ProfiledMatmul
 
-__all__ = [
-    "BYTES",
-    "KINDS",
-    "OPTIMIZER",
-    "OURS",
-    "PRECISIONS",
-    "CallNode",
-    "DeviceKernel",
-    "HostOp",
-    "OperatorCall",
-    "Profile",
-    "is_cast",
-    "is_matmul",
-    "kind_of_compiled",
-    "matmul_of",
-    "nested_calls",
-    "read",
-]
-
 OURS = "ampwise"  # the range around ampwise's own work, which is left out
 KINDS = ("matrix", "casts", "normalisation", "elementwise", "optimizer", "other")
 

@@ -19,8 +19,6 @@ from torch.autograd import profiler as torch_profiler
 from ampwise.watch.patches import Patches
 from ampwise.watch.profile import DeviceKernel, HostOp, OperatorCall, Profile, is_matmul, read
 
-__all__ = ["Profiler", "events_of", "profile_of"]
-
 # Lines that the profiler's library prints on stderr when it starts and stops, since torch 2.13.
 ANNOUNCED = re.compile(rb"^USDT:[^\n]*profiler_(start|stop)\r?\n?", re.MULTILINE)
 # torch.profiler sets these itself where there are CUDA graphs, which do not survive a CUPTI teardown.
