@@ -2,13 +2,13 @@
 
 from ampwise.finding import Place
 from ampwise.finding.registry import find_rule
-from ampwise.report.result_view import Headline, Line, ResultTable, ShownResult, print_parts
+from ampwise.report.result_view import Headline, Line, ResultTable, ShownResult, print_result
 
 EVIL = "<b>[red]\x1b[2J"
 
 
 class Result(ShownResult):
-    def parts(self):
+    def _parts(self):
         yield Headline("use bf16", "speed", "ok")
         yield Line(EVIL, "dim")
         table = {"headings": ("row", "x", "verdict"), "left": (0, 2), "names": (0,)}
@@ -33,7 +33,7 @@ def test_tables_and_findings_stand_apart_and_nothing_is_markup(capsys, monkeypat
         "",
         "the end",
     ]
-    print_parts(Result().parts())
+    print_result(Result())
     assert capsys.readouterr().out == f"{Result()}\n"
 
 

@@ -25,7 +25,7 @@ import sys
 from ampwise.cli import print_json
 from ampwise.cli._arguments import add_make, count
 from ampwise.finding import terminal
-from ampwise.report.result_view import print_parts
+from ampwise.report.result_view import print_result
 
 GROUP = "Choose a precision"
 NEEDS_TORCH = True
@@ -64,5 +64,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(found.as_dict())
     else:
-        print_parts(found.parts())
+        print_result(found)
     return 1 if found.findings else 0

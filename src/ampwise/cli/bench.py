@@ -35,7 +35,7 @@ from ampwise.cli import print_json
 from ampwise.cli._arguments import add_make, check_precision, count
 from ampwise.errors import BadInput, UnknownName
 from ampwise.finding import terminal
-from ampwise.report.result_view import print_parts
+from ampwise.report.result_view import print_result
 from ampwise.train.precision.names import PLAIN
 
 GROUP = "Choose a precision"
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result.as_dict())
     else:
-        print_parts(result.parts())
+        print_result(result)
         if page_path is not None:
             terminal.say("\nWrote {}", page_path, stream=sys.stdout)
     return 1 if any(row.differs for row in result.rows) else 0

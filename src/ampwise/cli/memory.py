@@ -28,7 +28,7 @@ from ampwise.cli import print_json
 from ampwise.cli._arguments import add_make, check_precision, count
 from ampwise.errors import BadInput, UnknownName
 from ampwise.finding import terminal
-from ampwise.report.result_view import print_parts
+from ampwise.report.result_view import print_result
 from ampwise.train.low_bit.pure_bf16 import OPTIONS, PURE, split_precisions
 from ampwise.train.precision.names import EMULATE, PLAIN
 
@@ -116,6 +116,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result.as_dict())
     else:
-        print_parts(result.parts())
+        print_result(result)
     fits_nowhere = all(str(each.fits) == "no" for each in result.estimates)
     return 1 if args.gpu is not None and fits_nowhere else 0

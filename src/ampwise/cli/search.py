@@ -36,7 +36,7 @@ from ampwise.cli._arguments import add_make, count
 from ampwise.errors import BadInput
 from ampwise.finding.terminal import say
 from ampwise.numbers.formats import find_format
-from ampwise.report.result_view import print_parts
+from ampwise.report.result_view import print_result
 
 if TYPE_CHECKING:
     from ampwise.tune.search.result import SearchResult
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(found.as_dict())
     else:
-        print_parts(found.parts())
+        print_result(found)
     if args.output:  # after printing, so that the result is not lost if the file cannot be written
         found.save(args.output)
         if not args.json:

@@ -51,22 +51,27 @@ Part = Line | Headline | ResultTable | Finding
 
 
 class ShownResult:
-    """Base of results: ``parts`` is what print() and notebooks show."""
+    """Base of results: ``_parts`` yields what print() and notebooks show."""
 
     __slots__ = ()
 
-    def parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[Part]:
         """Yield what is shown, in order."""
         raise NotImplementedError
 
     def __str__(self) -> str:
         out = console(io.StringIO())
         with out.capture() as captured:
-            _show(out, self.parts())
+            _show(out, self._parts())
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def _repr_html_(self) -> str:
-        return "".join(map(_html, self.parts()))
+        return "".join(map(_html, self._parts()))
+
+
+def print_result(result: ShownResult) -> None:
+    """Print a result on stdout."""
+    print_parts(result._parts())
 
 
 def print_parts(parts: Iterable[Part]) -> None:

@@ -107,7 +107,7 @@ class Alignment(ShownResult):
     def __repr__(self) -> str:
         return shortened(f"<Alignment: {self.verdict}>")
 
-    def parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[Part]:
         """Yield what was run, the misaligned layers, what to do, and the verdict."""
         yield Line(self.head_line)
         if self.off:

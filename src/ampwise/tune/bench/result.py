@@ -96,7 +96,7 @@ class BenchResult(ShownResult):
     def __repr__(self) -> str:
         return shortened(f"<BenchResult: {self.verdict}>")
 
-    def parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[Part]:
         """Yield the verdict first, then the numbers behind it."""
         speeds, best = self.speeds, self.best
         yield Line(f"{speeds.name} on {setup_text(speeds)}", "dim")

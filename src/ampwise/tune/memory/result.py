@@ -127,7 +127,7 @@ class MemoryEstimate(ShownResult):
     def __repr__(self) -> str:
         return shortened(f"<MemoryEstimate of {headline(self)}>")
 
-    def parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[Part]:
         """Yield the model, a table for each batch size, and what follows from them."""
         yield Headline(headline(self), mood="info")
         for batch in self.batches:

@@ -255,7 +255,7 @@ class SearchResult(ShownResult):
             raise BadInput("its modules have formats that its list of formats lacks")
         return found
 
-    def parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[Part]:
         """Yield what is shown: the verdict first, then the numbers behind it."""
         from ampwise.tune.search.text import result_parts
 
