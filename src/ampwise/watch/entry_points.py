@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from math import isfinite
 from threading import get_ident
 from types import FrameType
@@ -55,6 +56,7 @@ class EntryPoints:
         self._targets: list[int] = []  # ids of optimizers that scalers are stepping
         self._ran: set[int] = set()  # ids of those whose own step was called
         self._stepping: list[int] = []  # ids of optimizers that are stepping without a scaler
+        self._in_compiled_step = self._removed = False
         # Tensor.backward looks it up at each call, so this one patch is enough.
         patches.replace(torch.autograd, "backward", self._wrapped_backward)
         for name in ("item", "__float__"):
@@ -101,6 +103,7 @@ class EntryPoints:
         ]
 
     def remove(self) -> None:
+        self._removed = True
         for hook in self._hooks:
             hook.remove()
 
@@ -362,10 +365,30 @@ class EntryPoints:
             self._tracker.zeroed(thing)
         return original(thing, *args, **kwargs)
 
+    def followed_step(self, optimizer: Any, compiled: Function) -> Function:
+        """Return a compiled step with what its hooks do around it: inside of compiled code they do nothing."""
+        refer = weakref.ref(optimizer)
+
+        @wraps(compiled)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            optimizer = refer()
+            if optimizer is None or self._in_compiled_step or self._removed:
+                return compiled(*args, **kwargs)
+            self.before_step(optimizer, (optimizer, *args), kwargs)
+            self._in_compiled_step = True  # parts of it, or all, may run eagerly
+            try:
+                result = compiled(*args, **kwargs)
+            finally:
+                self._in_compiled_step = False
+            self.after_step(optimizer, (optimizer, *args), kwargs)
+            return result
+
+        return step
+
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._skipper.on and len(args) == 1 and not kwargs and _first_is_finite(optimizer):
             return
-        if torch.compiler.is_compiling() or not self._follows():
+        if torch.compiler.is_compiling() or self._in_compiled_step or not self._follows():
             return
         if self._skipper.on:  # the argument may be a closure
             self._skipper.allowed = False
@@ -397,7 +420,7 @@ class EntryPoints:
             with self._guard:
                 self._watch.follow_again()
             return
-        if torch.compiler.is_compiling() or not self._follows():
+        if torch.compiler.is_compiling() or self._in_compiled_step or not self._follows():
             return
         if self._targets or self._stepping != [id(optimizer)]:  # within another optimizer's step
             return

@@ -299,6 +299,7 @@ class GradientHealth:
     ) -> None:
         self.optimizer, self.precision, self.names = optimizer, precision, names
         self.growth_interval, self.backoff_factor = growth_interval, backoff_factor
+        self.reduced_in, self.ranks = "", 1  # in what FSDP2 sums gradients over ranks, if known; how many ranks
         # Steps
         self.steps = 0
         self.last_step: int | None = None

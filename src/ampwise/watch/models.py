@@ -6,8 +6,9 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from functools import wraps
 from threading import get_ident
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -272,10 +273,11 @@ class Models:
         return parameters_called
 
     def compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        thing = args[0] if args else kwargs.get("model")
+        in_place: nn.Module | None = None
         try:
-            thing = args[0] if args else kwargs.get("model")
             if getattr(thing, "__name__", "") == "_call_impl":  # by a module's ``compile`` method
-                thing = getattr(thing, "__self__", None)
+                thing = in_place = getattr(thing, "__self__", None)
             if isinstance(thing, nn.Module):
                 self._note_compiled(thing)
             elif thing is not None:  # None: torch.compile returns a decorator, which calls it again
@@ -286,7 +288,29 @@ class Models:
         compiled = original(*args, **kwargs)
         if isinstance(compiled, nn.Module):  # its hooks are outside of the graph
             self.watch(compiled)
+        elif in_place is not None:
+            return self._followed(in_place, compiled)
+        elif isinstance(thing, MethodType) and isinstance(thing.__self__, torch.optim.Optimizer):
+            return self._watch.followed_step(thing.__self__, compiled)
         return compiled
+
+    def _followed(self, model: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a model's compiled call with the hooks around it, as those inside do nothing in compiled code."""
+        refer = weakref.ref(model)  # the model keeps its compiled call
+
+        @wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            model, output = refer(), None
+            if torch.compiler.is_compiling() or model is None or model not in self._hooked:
+                return compiled(*args, **kwargs)
+            self._begins(model, args, kwargs)
+            try:
+                output = compiled(*args, **kwargs)
+            finally:
+                self._ends(model, args, output)
+            return output
+
+        return call
 
 
 def _call_without_hooks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -48,6 +48,7 @@ class ForwardCall(RunEvent):
     model: str = ""  # its class
     number: int | None = None  # index among the trained models; None for a copy
     other_half: str | None = None  # the other 16-bit format, if an earlier model ran in it in the same step
+    gathered: str | None = None  # the precision in which FSDP2 gathers its weights, if that is not their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,8 @@ class Backward(RunEvent):
     scaled_by_constant: float | None = None  # a fixed factor, not a scaler's
     autocast: str | None = None  # precision of the surrounding autocast, if on
     loss_is_mean: bool | None = None  # a mean that is not divided afterwards; None: unknown
+    loss: str = "fp32"  # precision of the loss, before it was scaled
+    fsdp_output: str | None = None  # precision that FSDP2 gives the output of the model that ran last
     partly: bool = False  # some terms of the loss came from ``scaler.scale``, others did not
 
 

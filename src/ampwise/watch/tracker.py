@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
 from ampwise.train.low_bit.optimizers import keeps_small_updates
+from ampwise.train.ranks import Fsdp2Dtypes, fsdp2_dtypes
 from ampwise.train.scaler.step_result import AsyncScalars
 from ampwise.watch import run_events as events
 from ampwise.watch.inspection import (
@@ -30,6 +31,7 @@ from ampwise.watch.inspection import (
     WeakStates,
     autocast_precision,
     device_and_precision,
+    dtype_name,
     eps_of,
     has_fsdp1,
     inner_model,
@@ -228,6 +230,8 @@ class CallTracker:
         self._models: MutableMapping[nn.Module, tuple[int, list[TrackedOptimizer]]] = WeakIdKeyDictionary()
         self._in_training_mode: set[int] = set()  # ids of models that have ever been
         self._forwards = 0  # training passes so far
+        self._fsdp2: MutableMapping[nn.Module, Fsdp2Dtypes | None] = WeakIdKeyDictionary()
+        self._fsdp_output: str | None = None  # of the last training pass
         self._running: list[nn.Module] = []  # nested models, the outermost first
         self._regions: dict[str, None] = {}  # autocast precisions since the last step
         # Before a backward pass: parameters of all optimizers in one list, as there may be hundreds, their probes, and
@@ -278,6 +282,12 @@ class CallTracker:
         elif id(model) in self._in_training_mode:  # others are trained in evaluation mode
             training = False
         device, precision = device_and_precision(model)
+        dtypes = self.fsdp2_dtypes(model)
+        gathered = None if dtypes is None or dtypes.compute is None else dtype_name(dtypes.compute)
+        if gathered is not None and autocast_precision(device) is None:
+            precision = gathered
+        if training:
+            self._fsdp_output = None if dtypes is None or dtypes.output is None else dtype_name(dtypes.output)
         number, states = self._models.get(model, (None, []))
         states = states if training else []
         other = None  # the other 16-bit format, if an earlier model ran in it
@@ -297,10 +307,17 @@ class CallTracker:
             model=type(inner).__name__,
             number=number,
             other_half=other,
+            gathered=gathered,
         )
         self.run_events.forwards[event] += 1
         self._tell(event, self._next_step())
         return event, (states or self.trained_by(inner)) if training else []
+
+    def fsdp2_dtypes(self, model: nn.Module) -> Fsdp2Dtypes | None:
+        """Return the dtypes in which FSDP2 runs a model; looked up once, as it is about to run."""
+        if model not in self._fsdp2:
+            self._fsdp2[model] = fsdp2_dtypes(model)
+        return self._fsdp2[model]
 
     def model_ends(self, model: nn.Module) -> bool:
         """Note the end of a pass. Return whether it was the outermost."""
@@ -338,6 +355,8 @@ class CallTracker:
             scaled_by_constant=loss.constant,
             autocast=autocast_precision(roots[0].device.type),
             loss_is_mean=loss.is_mean if weights is None else None,
+            loss=loss.precision,
+            fsdp_output=self._fsdp_output,
         )
         reached = self.optimizers.pairs()  # perhaps
         leaves = leaves_of(given) if len(reached) > FEW_OPTIMIZERS else None

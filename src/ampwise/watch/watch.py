@@ -46,7 +46,7 @@ from ampwise.watch.gradients import (
     outcome_of,
 )
 from ampwise.watch.half_averages import HalfAverages
-from ampwise.watch.inspection import is_capturing, parameters_of, precisions_of, stage_of, unwrapped
+from ampwise.watch.inspection import dtype_name, is_capturing, parameters_of, precisions_of, stage_of, unwrapped
 from ampwise.watch.learning import Learning
 from ampwise.watch.learning_watch import LearningWatch
 from ampwise.watch.loop_watch import LoopWatch
@@ -388,6 +388,10 @@ class Watch:
         self.follow_again()
         self._flow.stop()
 
+    def followed_step(self, optimizer: Optimizer, compiled: Any) -> Any:
+        """Return an optimizer's compiled step, followed like any other."""
+        return self._entry_points.followed_step(optimizer, compiled)
+
     # Skipped steps
 
     def step_over(self, optimizer: Any) -> None:
@@ -593,6 +597,10 @@ class Watch:
         health = self.healths.get(state.index)
         if health is None:
             health = self.healths[state.index] = GradientHealth(state.index, names=names)
+            for model in self._models.of(optimizer):
+                dtypes = self._tracker.fsdp2_dtypes(model)
+                if dtypes is not None and dtypes.reduce is not None:
+                    health.reduced_in, health.ranks = dtype_name(dtypes.reduce), dtypes.ranks
         ran_in, kept = self._tracker.precisions_since_step(state), precisions_of(optimizer)
         for half in ("bf16", "fp16"):
             if half in ran_in or kept == (half,):
@@ -795,5 +803,10 @@ class Watch:
             sentences.append(f"Some calls could not be followed: {self.failures[0]}")
         if not self._always_measures:
             sentences.append("Activations were not measured; use --activations.")
-        sentences += [*self._flow.not_measured(), *self._memory.not_measured()]
+        if self._models.has_compiled_functions and not self.steps and self._calls.backward_passes:
+            sentences.append(
+                "No step of an optimizer was seen, perhaps because a compiled function takes them. Steps are followed "
+                "if `optimizer.step` itself is compiled, or not at all."
+            )
+        sentences += [*self._gradients.not_measured(), *self._flow.not_measured(), *self._memory.not_measured()]
         return sentences if self.time_use is None else [*sentences, *self.time_use.not_measured]

@@ -17,19 +17,21 @@ from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import EventContext, SourceFile
+    from ampwise.watch.run_events import Backward
 
 RULE = Rule(
     code="AMP409",
     name="half-logits-loss",
     severity=Severity.WARNING,
-    summary="Scores made under autocast meet their loss outside of it, still in half precision.",
+    summary="Scores made under autocast, or by FSDP in 16 bits, meet their loss outside of it, still in 16 bits.",
     why=(
         "Autocast runs losses and softmax in FP32, but only inside its block. Outside, the FP16 output of a linear "
         "layer gives an FP16 loss: 11 bits, steps of 0.008 near 10 (0.06 in BF16), inf above 65504. The gradient of "
         "that loss is the loss scale, and GradScaler's first one, 65536, is inf in FP16: steps are skipped until it "
-        "is 32768, and again each time it grows."
+        "is 32768, and again each time it grows. FSDP's `MixedPrecisionPolicy` is no autocast: with `param_dtype` in "
+        "16 bits the model's output has 16 bits, unless `output_dtype` says otherwise, and no loss is run in FP32."
     ),
-    fix="Compute the loss inside the autocast block, or on `.float()` scores.",
+    fix="Compute the loss inside the autocast block, or on `.float()` scores; with FSDP: `output_dtype`.",
     bad='with torch.autocast("cuda"):\n    scores = model(x)\nloss = F.cross_entropy(scores, y)',
     good='with torch.autocast("cuda"):\n    scores = model(x)\n    loss = F.cross_entropy(scores, y)',
 )
@@ -64,6 +66,17 @@ def check_source(code: SourceFile) -> Findings:
                 )
                 yield RULE.at(code.script.place(call), message)
                 break
+
+
+def check_event(event: Backward) -> Findings:
+    if event.loss in ("fp16", "bf16") and event.loss == event.fsdp_output:
+        name = event.loss.upper()
+        yield RULE.at(
+            event.site.place,
+            f"this loss was computed in {name}: FSDP's policy gives the model's output {name}",
+            fix="Compute the loss on `.float()` scores, or give the root module "
+            "`MixedPrecisionPolicy(..., output_dtype=torch.float32)`.",
+        )
 
 
 def _scores(call: ast.Call, context: EventContext) -> list[ast.expr]:
