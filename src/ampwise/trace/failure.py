@@ -301,6 +301,7 @@ KINDS = (
     "cancelled-infinities",
     "unstable-loss",
     "kernel-fault",
+    "compiler-fault",
     "exploding-update",
 )
 # What weights that have grown without bound lead to.
@@ -313,6 +314,7 @@ OF_LARGE_WEIGHTS = (
     "bad-weights",
 )
 KERNEL = "kernel"  # the change of a trial with another kernel
+COMPILER = "compiler"  # that of a trial with another backend of torch.compile, or without it
 MASKS = ("attn_bias", "attn_mask")  # arguments that may be -inf
 # Operation families with a single failure kind, unless FP64 is finite.
 FIXED = {"normalisation": "division-by-zero", "determinant": "outside-domain", "loss": "unstable-loss"}
@@ -421,6 +423,8 @@ class Failure:
 
     def _kind_of_cause(self) -> str:
         source, origin = self.source, self.origin
+        if any(trial.change == COMPILER and trial.finite for trial in self.trials):
+            return "compiler-fault"
         if self.not_reproduced or (source is None and origin is None):
             return "not-reproduced"
         if source is not None:

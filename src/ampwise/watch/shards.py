@@ -77,7 +77,7 @@ def shard_group(optimizer: Any) -> ShardGroup | None:
             return None
         if not hasattr(gradient, "placements"):
             return rank == ranks[0]
-        place = here[id(gradient.device_mesh)]
+        place: Sequence[int] | None = here[id(gradient.device_mesh)]
         if place is None:
             return False
         return not any(at for at, each in zip(place, gradient.placements, strict=True) if each.is_replicate())

@@ -31,7 +31,7 @@ from ampwise.report.formatting import format_bytes
 from ampwise.trace.call_arguments import named_tensors
 from ampwise.trace.call_site import code_owner, current_line, site_of, stop_stack_search
 from ampwise.trace.capsule.saving import MAX_CAPSULES
-from ampwise.trace.diagnosis import diagnose, findings_about, swallowed_in_backward
+from ampwise.trace.diagnosis import compiler_failure, diagnose, findings_about, swallowed_in_backward
 from ampwise.trace.failure import Failure, Origin
 from ampwise.trace.python_state import attributes_restored, muted_output
 from ampwise.trace.ranks import CollectiveInReplay, collectives_refused, is_multi_rank
@@ -509,7 +509,10 @@ def _diagnosis(
     )
     with Replay(subject) as replay:
         if replay.plain(ReplaySettings(scale=scale)).finite:
-            return swallowed_in_backward(replay, replay.taped(ReplaySettings())) if step.raised else None
+            if step.raised:
+                return swallowed_in_backward(replay, replay.taped(ReplaySettings()))
+            compiled = not step.may_be_ordinary and any(call.compiled for call in calls)
+            return compiler_failure(replay) if compiled else None
     failure = diagnose(subject)
     if failure is None or failure.not_reproduced:
         return None
