@@ -41,7 +41,7 @@ GROUP = "Choose a precision"
 NEEDS_TORCH = True
 OPTIMIZERS = (
     *("adamw", "adam", "sgd", "sgd-momentum", "adamw8bit", "adamw4bit", "adamwfp8", "adam8bit", "adam4bit", "adamfp8"),
-    *("lion", "adafactor"),
+    *("lion", "muon", "adafactor"),
 )
 SIZES = {
     "layers": "number of layers",
