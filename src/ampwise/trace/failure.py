@@ -301,8 +301,8 @@ KINDS = (
     "cancelled-infinities",
     "unstable-loss",
     "kernel-fault",
-    "compiler-fault",
     "exploding-update",
+    "compiler-fault",
 )
 # What weights that have grown without bound lead to.
 OF_LARGE_WEIGHTS = (

@@ -177,7 +177,7 @@ class Replay:
         """Run the step once as torch.compile has compiled it, or as it compiles it with another backend."""
         # Not under a mode that notes writes: then nothing would be compiled, and generated code calls no operations.
         before = [(each, each.detach().clone()) for each in self.subject.buffers().values()]
-        forced = {} if backend is None else {"force_backend": backend}
+        forced: dict[str, Any] = {} if backend is None else {"force_backend": backend}
         try:
             with self._applied(settings), torch.compiler.set_stance("default", **forced):
                 result = self.subject.run(settings)

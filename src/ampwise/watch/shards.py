@@ -76,11 +76,11 @@ def shard_group(optimizer: Any) -> ShardGroup | None:
         if gradient is None:
             return None
         if not hasattr(gradient, "placements"):
-            return rank == ranks[0]
+            return bool(rank == ranks[0])
         place: Sequence[int] | None = here[id(gradient.device_mesh)]
-        if place is None:
-            return False
-        return not any(at for at, each in zip(place, gradient.placements, strict=True) if each.is_replicate())
+        return place is not None and not any(
+            at for at, each in zip(place, gradient.placements, strict=True) if each.is_replicate()
+        )
 
     return ShardGroup(ranks, rank, tuple(map(owns, gradients)))
 

@@ -143,6 +143,18 @@ EXAMPLES = {
         ),
         trials=(FixTrial(what="attention without cuDNN", code="off()", finite=True, change="kernel", loss=1.5),),
     ),
+    "compiler-fault": FAILED.but(
+        trials=(
+            FixTrial(
+                what='backend="aot_eager"',
+                code='torch.compile(model, backend="aot_eager")',
+                finite=True,
+                change="compiler",
+                argument="the code that the backend generates",
+                loss=1.5,
+            ),
+        ),
+    ),
     "exploding-update": FAILED.but(
         origin=origin("aten.addmm.default", dtype="fp32", exact="finite", exact_largest=1e50),
         optimizer=OptimizerFacts(name="SGD", lr=50.0, weight_decay=0.1, steps=3, first_norm=3.5, norm=2e8),

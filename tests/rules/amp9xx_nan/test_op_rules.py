@@ -111,6 +111,10 @@ MESSAGES = {
         "finite inputs: the kernel is at fault, not the model; in FP64 the result is no larger than 0.25; it received "
         "input (BF16 1×1×704×64, -3.25 to 250) twice; NaN here → 12 of 12 gradients"
     ),
+    "compiler-fault": (
+        "the loss of this step is not finite as compiled, and finite in eager code: the code that the backend "
+        "generates is at fault"
+    ),
     "exploding-update": (
         "the weights' norm grew from 3.5 to 2e+08 in 3 steps of SGD (lr 50, weight decay 0.1, their product is 5); "
         "then the matmul (addmm) of `blocks.3.fc` (Linear) gives inf at train.py:12; inf here → the loss → 12 of 12 "
@@ -121,7 +125,7 @@ MESSAGES = {
 
 def test_each_kind_has_its_rule_and_codes_are_in_their_order():
     assert [(rule.code, rule.name) for rule in RULES.values()] == [
-        (f"AMP9{number:02}", kind) for number, kind in zip([*range(1, 20), 21], KINDS, strict=True)
+        (f"AMP9{number:02}", kind) for number, kind in zip([*range(1, 20), 21, 22], KINDS, strict=True)
     ]
     assert {name for name, rule in RULES.items() if rule.severity is Severity.WARNING} == WARNINGS
     assert all(rule.severity is Severity.ERROR for name, rule in RULES.items() if name not in WARNINGS)

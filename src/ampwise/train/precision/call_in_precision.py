@@ -182,7 +182,8 @@ def _linear_with_fp32_output(module: Any, x: Tensor) -> Tensor:
         return functional.linear(x, module.weight, module.bias)
     with torch.autocast(kind, enabled=False):
         flat = x.reshape(-1, x.shape[-1]).to(dtype)
-        product = _MatmulWithFp32Output.apply(flat, module.weight.to(dtype)).reshape(*x.shape[:-1], -1)
+        matmul: Any = _MatmulWithFp32Output.apply
+        product: Tensor = matmul(flat, module.weight.to(dtype)).reshape(*x.shape[:-1], -1)
         return product if module.bias is None else product + module.bias.float()
 
 
@@ -198,7 +199,7 @@ class _MatmulWithFp32Output(torch.autograd.Function):
         return _matmul_in_fp32(x, weight.t())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         gradient = gradient.to(x.dtype)
         return gradient @ weight, gradient.t() @ x

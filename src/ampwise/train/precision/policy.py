@@ -328,8 +328,10 @@ class Policy:
                     filter(None, [*named, *endings]),
                     listing="Names are those of model.named_modules(); * matches any part of a name, dots too.",
                 )
+            called: list[nn.Module]
             if rule.precision == FP32_OUT:
-                called = [inner for module in found for inner in module.modules() if isinstance(inner, nn.Linear)]
+                inside = [inner for module in found for inner in module.modules()]
+                called = [inner for inner in inside if isinstance(inner, nn.Linear)]
                 why = "no nn.Linear, whose output 'fp32-out' is about"
             else:
                 called = [inner for module in found for inner in _called(module)]
