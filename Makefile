@@ -10,6 +10,8 @@ STAMP  := $(VENV)/.installed
 DEMO   := $(if $(wildcard $(STAMP)),$(VENV),build/demo-env)
 # Linux on x86-64: from torch's own index comes a build without CUDA, a tenth of the size. Elsewhere PyPI's has none.
 TORCH_INDEX ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),https://download.pytorch.org/whl/cpu)
+# Bytecode is written once, not compiled anew in each of the many processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
 NEEDS  := pyproject.toml constraints.txt setup.py src/ampwise/numbers/census/_native.c
 
 .PHONY: help demo layers test nightly fuzz attack check lint types docs docs-check site format new-rule peers bench gpu-test gpu-bench release clean

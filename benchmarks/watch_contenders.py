@@ -138,8 +138,10 @@ def engine_alone(task: Task) -> Contender:
 class Installed(Protocol):
     """What is asked of a watch here."""
 
-    steps: int  # it has seen
     failures: list[str]  # of its own, which it keeps to itself
+
+    @property
+    def steps(self) -> int: ...  # that it has seen
 
     def install(self) -> object: ...
 

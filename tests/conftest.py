@@ -77,15 +77,20 @@ def pytest_collection():
 
 
 def pytest_collection_modifyitems(config, items):
-    left = list(filter(is_left_to_the_night, items))
+    kept, left, skipped = [], [], set()
+    for item in items:
+        needs_gpu = not HAS_CUDA and item.get_closest_marker("gpu") is not None
+        # One skip stands for all combinations of its parameters.
+        if is_left_to_the_night(item) or (needs_gpu and item.function in skipped):
+            left.append(item)
+            continue
+        if needs_gpu:
+            skipped.add(item.function)
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        kept.append(item)
     if left:
         config.hook.pytest_deselected(items=left)
-        items[:] = itertools.filterfalse(set(left).__contains__, items)
-    if not HAS_CUDA:
-        skip = pytest.mark.skip(reason="needs a CUDA device")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
+        items[:] = kept
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """The exceptions: one tree, each also what Python's own code would catch, with texts that help."""
 
-import pytest
-
 from ampwise import errors
 from ampwise.errors import UnknownName, nearest
 
+from .for_each import for_each
 
-@pytest.mark.parametrize(
+
+@for_each(
     ("name", "builtin"),
     [
         ("UnknownName", LookupError),

@@ -11,15 +11,16 @@ from ampwise.errors import UnknownName
 from ampwise.finding import Place
 from ampwise.finding.registry import find_rule
 
+from .for_each import for_each
+
 
 def finding() -> Finding:
     return find_rule("AMP701").at(Place(device="cuda:0"), "here", evidence={"capability": "7.0"})
 
 
-@pytest.mark.parametrize(
+@for_each(
     "record",
     [Census(), census(torch.tensor([1.0, 0.0, 3.0])), finding(), find_format("fp16"), find_format("nvfp4")],
-    ids=lambda record: type(record).__name__,
 )
 def test_records_travel(record):
     assert pickle.loads(pickle.dumps(record)) == record

@@ -32,6 +32,7 @@ GUIDES = {
     "AMP6": ("Watching a script run", "../run.md"),
     "AMP601": ("Why 5% zeros is a myth", "../concepts/zeros.md"),
     "AMP602": ("Why 5% zeros is a myth", "../concepts/zeros.md"),
+    "AMP614": ("Distributed", "../guides/distributed.md"),
     "AMP612": ("Find a NaN", "../guides/find_a_nan.md"),
     "AMP613": ("Find a NaN", "../guides/find_a_nan.md"),
     "AMP7": ("Choose a precision", "../guides/choose_a_precision.md"),

@@ -24,7 +24,7 @@ def compared(published):
     truth="Peaks are the same on every NVIDIA GPU of the catalog from Ampere on; before, of the two only FP16 has "
     "tensor cores. Whole steps differ, in both directions. On one H200, FP16 and BF16: GPT-2 124M 341,800 and 349,600 "
     "tokens a second, GPT 1.3 B 48,210 and 51,480, ResNet-50 5,319 and 4,292 images a second.",
-    also=["tests/hardware/test_catalog.py::test_bf16_runs_at_the_rate_of_fp16_from_ampere_on"],
+    also=["tests/hardware/test_catalog.py::test_rates_have_the_ratios_of_their_units"],
 )
 def test_fp16_and_bf16(compared, truth):
     newer = [gpu for gpu in gpus() if gpu.compute_capability and gpu.compute_capability >= (8, 0)]

@@ -77,6 +77,7 @@ def test_a_machine_with_gpus(on, capsys):
         "cuda:0,1  2 × NVIDIA H200",
         "compute capability 9.0, 139.0 GiB, in the catalog as h200",
         "torch.cuda.is_bf16_supported(): True, without emulation: True",
+        "",
         "format  tensor cores  dense peak, TFLOP/s  ridge, FLOP/byte",
         "fp32    no                           66.9                14",
         "tf32    yes                         494.7               103",
@@ -186,8 +187,9 @@ def test_a_mac(on, capsys):
 def test_a_device_of_the_catalog(capsys):
     assert main(["gpu", "a10g"]) == 0
     shown = lines(capsys)
-    assert shown[:4] == [
+    assert shown[:5] == [
         "A10G (AWS)  (a10g)",
+        "",
         "architecture  Ampere, compute capability 8.6",
         "memory        24 GiB",
         "bandwidth     600 GB/s",

@@ -20,6 +20,7 @@ from ampwise.hardware.device import CudaDevice, Fp32Switches
 from ampwise.hardware.machine import Machine
 from ampwise.hardware.torch_info import TorchInfo
 
+from ..for_each import for_each
 from .schemas import follows, schema, validator
 
 NAMES = sorted(file.stem for file in SCHEMAS.glob("*.json"))
@@ -35,7 +36,7 @@ def parts(node):
         yield from parts(part)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_a_schema_is_one_and_closed(name):
     made = schema(name)
     Draft202012Validator.check_schema(made)

@@ -119,9 +119,7 @@ def test_ctrl_c_says_how_to_go_on_and_that_goes_on(capsys, folder):
     words = ("train_searched:slow", "--formats", "e4m3,fp32", "--tolerance", "0.001", "-o", "policy.json", "-q")
     code, out, err = run(capsys, *words)
     assert (code, out) == (130, "")
-    command = (
-        "ampwise search train_searched:slow --formats e4m3,fp32 --tolerance 0.001 --output policy.json --quiet --resume"
-    )
+    command = "ampwise search train_searched:slow --formats e4m3,fp32 --tolerance 0.001 -o policy.json -q --resume"
     assert err.endswith(f"ampwise: interrupted; resume with: {command}\n")
     part = folder / "policy.json.part"
     kept = len(json.loads(part.read_text())["trials"])

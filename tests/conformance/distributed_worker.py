@@ -74,8 +74,9 @@ class Ranks:
 def main():
     import distributed_cases  # here, because pytest looks for doctests in this file without its folder on the path
     import distributed_engine
+    import distributed_fsdp2
 
-    ranks = Ranks(distributed_cases.CASES | distributed_engine.CASES)
+    ranks = Ranks(distributed_cases.CASES | distributed_engine.CASES | distributed_fsdp2.CASES)
     with tempfile.TemporaryDirectory() as folder:
         for number, line in enumerate(sys.stdin):
             answers = ranks.answer({**json.loads(line), "store": str(Path(folder) / str(number))})

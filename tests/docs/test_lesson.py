@@ -6,10 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import jupytext
-import pytest
 
 from ampwise.cli import main
 from ampwise.finding.registry import find_rule
+
+from ..for_each import for_each
 
 ROOT = Path(__file__).parents[2]
 LESSON = ROOT / "docs" / "lesson" / "mixed_precision.py"
@@ -69,8 +70,8 @@ def test_pitfalls_are_numbered_as_they_come():
     assert numbers == list(range(1, len(pitfalls("failing")) + 1))
 
 
-@pytest.mark.parametrize("kind", ["failing", "fixed"])
-@pytest.mark.parametrize("name", pitfalls("failing"))
+@for_each("kind", ["failing", "fixed"])
+@for_each("name", pitfalls("failing"))
 def test_a_pitfall_proves_what_it_says(kind, name):
     source = pitfalls(kind)[name]
     assert "print(" in source

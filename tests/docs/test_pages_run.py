@@ -13,6 +13,7 @@ from ampwise.finding.registry import built_in_rules
 from ampwise.numbers.formats import FORMATS
 from ampwise.tune.advise import advise
 
+from ..for_each import for_each
 from .pages import Reading, is_as_shown, patched, pieces
 
 ROOT = Path(__file__).parents[2]
@@ -167,12 +168,12 @@ def told():
     )
 
 
-@pytest.mark.parametrize(("page", "sentence"), list(told()), ids=lambda value: value[:40])
+@for_each(("page", "sentence"), list(told()))
 def test_a_number_that_is_reported_is_the_benchmarks(page, sentence):
     assert sentence in " ".join((DOCS / page).read_text(encoding="utf-8").split())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@for_each("page", PAGES)
 def test_rules_are_linked_by_their_names(page):
     text, rules = page.read_text(encoding="utf-8"), {rule.code: rule.name for rule in built_in_rules()}
     assert set(re.findall(r"AMP\d{3}", text)) <= set(rules)
@@ -183,7 +184,7 @@ def test_rules_are_linked_by_their_names(page):
 # --- the means itself
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("shown", "real"),
     [
         ("all of it", "all of it\n"),
@@ -200,7 +201,7 @@ def test_what_is_as_shown(shown, real):
     assert is_as_shown(shown, real)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("shown", "real"),
     [
         ("all of it", "all of them"),

@@ -32,6 +32,15 @@ def test_a_guarded_training_passes_over_what_is_broken_and_can_be_started_again(
     assert "resuming from" in again.err
 
 
+def test_a_plain_loop_passes_over_what_is_broken_and_can_be_started_again(capfd, monkeypatch, tmp_path):
+    first = run(capfd, monkeypatch, "guarded_loop.py", "--directory", tmp_path, "--epochs", 1)
+    assert "passed over: 3 batches" in first.out
+    assert "rolled back" in first.err
+    again = run(capfd, monkeypatch, "guarded_loop.py", "--directory", tmp_path, "--epochs", 1)
+    (weights,) = (line for line in first.out.splitlines() if line.startswith("weights: "))
+    assert weights in again.out.splitlines()  # it is over: the same weights
+
+
 def test_a_nan_is_hunted_down_to_its_line(capfd, monkeypatch):
     said = run(capfd, monkeypatch, "nan_hunt.py")
     assert "division-by-zero" in said.out + said.err

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ..night import by_night
+from . import programs
 from .programs import Outcome, cheap
 
 PROGRAM = Path(__file__).with_name("programs.py")
@@ -37,7 +39,7 @@ class Children:
 
         def run(rank):
             result = self._folder / f"result-{self._count}-{rank}.json"
-            plan = {"directory": str(directory), "result": str(result), "store": store, **options}
+            plan = {"directory": str(directory), "result": str(result), "store": store, "way": programs.WAY, **options}
             plan.update((by_rank or {}).get(rank, {}))
             ended[rank] = self._run(plan, result, rank, ranks)
 
@@ -89,6 +91,21 @@ class Children:
         done = self._warm.run(*words, cwd=self._folder, env=environment, timeout=LIMIT_S, loaded=LOADED)
         outcome = Outcome(**json.loads(result.read_text())) if result.exists() else None
         return SimpleNamespace(code=done.returncode, said=done.stdout + done.stderr, outcome=outcome)
+
+
+@pytest.fixture(scope="module", params=["engine", *by_night("loop", "own steps", "lightning", "trainer")])
+def way(request):
+    """How the trainings of a test are written: with an engine, by night in all other ways, too."""
+    if request.param in ("lightning", "trainer"):
+        pytest.importorskip("pytorch_lightning" if request.param == "lightning" else "transformers")
+    programs.WAY = request.param
+    yield request.param
+    programs.WAY = "engine"
+
+
+def written(*ways):
+    """A mark: the test is run for trainings that are written in these ways."""
+    return pytest.mark.parametrize("way", ways, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module", autouse=True)

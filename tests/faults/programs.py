@@ -16,10 +16,12 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import warnings
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -33,6 +35,8 @@ from ampwise import Engine, Guard, Ladder, Stopped
 
 SAMPLES, WIDTH, BATCH = 96, 8, 8
 BATCHES = SAMPLES // BATCH  # in an epoch
+WAY = "engine"  # how the training is written, where a plan does not say: one of WAYS
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,7 @@ class Plan:
     """What is trained, and what goes wrong."""
 
     directory: str
+    way: str = field(default_factory=lambda: WAY)
     model: str = "mlp"
     precision: str = "bf16"
     epochs: int = 4
@@ -273,7 +278,7 @@ def be_like_others():
 
 
 class Run:
-    """A training as its user writes it."""
+    """A training as its user writes it, in one of WAYS."""
 
     def __init__(self, plan):
         self.plan, self.outcome = plan, Outcome()
@@ -287,17 +292,38 @@ class Run:
         size = BATCH // (dist.get_world_size() if dist.is_initialized() else 1)
         self.loader = DataLoader(samples, size, shuffle=sampler is None, sampler=sampler, num_workers=plan.workers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 8))
-        self.engine = Engine(
-            self.model, self.optimizer, plan.precision, scheduler=schedule, clip_norm=1.0, **plan.engine
-        )
-        self.guard = self.guarded() if plan.guarded else None
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 8))
+        self.scaler = None
+        if plan.precision == "fp16" and plan.way != "engine":
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # overflows would move BatchNorm's statistics
+        self.engine = self.guard = None
+        if plan.way == "engine":
+            options = {"scheduler": self.schedule, "clip_norm": 1.0, **plan.engine}
+            self.engine = Engine(self.model, self.optimizer, plan.precision, **options)
+        if plan.guarded and plan.way in ("engine", "loop", "own steps"):
+            self.guard = self.guarded()
         self.log = Path(plan.log).open("a") if plan.log else None  # noqa: SIM115 (closed at the end)
 
-    def guarded(self):
-        options = {"every": "10 steps", "snapshot_every": 5, **self.plan.guard}
+    @property
+    def options(self):
+        """Of a guard, wherever it is."""
         ladder = Ladder(**{"healthy": 5, **self.plan.ladder})
-        return Guard(self.engine, self.plan.directory, ladder=ladder, **options)
+        return {"every": "10 steps", "snapshot_every": 5, "ladder": ladder, **self.plan.guard}
+
+    def guarded(self):
+        if self.engine is not None:
+            return Guard(self.engine, self.plan.directory, **self.options)
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule, "scaler": self.scaler}
+        clips = {"clip_norm": 1.0} if self.plan.way == "loop" else {}
+        return Guard(self.plan.directory, **parts, **clips, **self.options)
+
+    def loader_of_dicts(self):
+        """The same batches, as the Trainer wants them."""
+
+        def collate(rows):
+            return {"batch": torch.utils.data.default_collate(rows)}
+
+        return DataLoader(self.loader.dataset, BATCH, shuffle=True, collate_fn=collate, num_workers=self.plan.workers)
 
     def loss(self, x, y):
         if len(x) > self.largest:
@@ -314,17 +340,51 @@ class Run:
                 yield from self.loader
 
     def train(self):
-        step = self.engine.step if self.guard is None else self.guard.step
+        """A loop of its own: with an engine, with a guard that takes the steps, or with all of its lines."""
         for samples, x, y in self.batches():
+            x, y = self.begin_step(samples, x, y)
+            if self.engine is not None:
+                closed = (self.engine if self.guard is None else self.guard).step(self.loss, x, y)
+            else:
+                with self.autocast():
+                    loss = self.loss(x, y)
+                closed = self.guard.step(loss) if self.plan.way == "loop" and self.guard else self.own_step(loss)
+            self.end_step(closed)
+
+    def own_step(self, loss):
+        scaler = self.scaler or torch.amp.GradScaler("cpu", enabled=False)
+        scale = scaler.get_scale()
+        scaler.scale(loss).backward()
+        scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        scaler.step(self.optimizer)
+        scaler.update()
+        self.optimizer.zero_grad()
+        step = None if self.guard is None else self.guard.end_step(loss)
+        if scaler.get_scale() >= scale if step is None else step.applied:
+            self.schedule.step()
+        return step
+
+    def autocast(self):
+        dtype = AUTOCAST.get(self.plan.precision)
+        return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+    def begin_step(self, samples, x, y):
+        """Write a batch down, and let its fault happen."""
+        if self.engine is not None:
             number = self.engine.applied_steps + self.engine.skipped_steps + 1
-            if not self.outcome.steps:
-                self.outcome.began_at = number - 1
-            self.write_down(number, samples)
-            x, y = self.with_fault(x, y)
-            closed = step(self.loss, x, y)
-            self.outcome.steps[-1][2] = closed.skipped
-            if number in self.plan.save_at:
-                self.guard.save()
+        else:
+            number = (len(self.outcome.steps) if self.guard is None else self.guard.number) + 1
+        if not self.outcome.steps:
+            self.outcome.began_at = number - 1
+        self.write_down(number, samples)
+        return self.with_fault(x, y)
+
+    def end_step(self, step):
+        number = self.outcome.steps[-1][0]
+        self.outcome.steps[-1][2] = step is not None and step.skipped
+        if number in self.plan.save_at:
+            self.guard.save()
 
     def write_down(self, number, samples):
         if number in self.plan.forbid_at:
@@ -362,7 +422,7 @@ class Run:
                 if self.guard is not None:
                     stack.enter_context(self.guard)
                 began = time.monotonic()
-                self.train()
+                WAYS[self.plan.way](self)
         except Stopped as stopped:
             outcome.code, outcome.why = stopped.code, str(stopped)
         finally:
@@ -374,8 +434,9 @@ class Run:
 
     def look(self):
         outcome = self.outcome
-        outcome.precision = self.engine.precision
-        outcome.kept = [rule.pattern for rule in self.engine.policy.rules]
+        if self.engine is not None:
+            outcome.precision = self.engine.precision
+            outcome.kept = [rule.pattern for rule in self.engine.policy.rules]
         if self.guard is not None:
             # A disk may be slow on the day, which is nothing that a test is about.
             told = [event for event in self.guard.events if event.name != "checkpoint-late"]
@@ -392,6 +453,115 @@ class Run:
         model.eval()
         with torch.no_grad():
             return float(F.mse_loss(model(x), y))
+
+
+def by_lightning(run):
+    import pytorch_lightning as pl
+
+    from ampwise.integrations.lightning import GuardCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = run.model
+
+        def training_step(self, batch, index):
+            run.guard = guard.guard
+            return run.loss(*run.begin_step(*batch))
+
+        def on_train_batch_end(self, *_):
+            run.end_step(run.last_step)
+
+        def configure_optimizers(self):
+            return [run.optimizer], [{"scheduler": run.schedule, "interval": "step"}]
+
+    guard = listening(GuardCallback, run)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    precision = {"bf16": "bf16-mixed", "fp32": "32-true"}[run.plan.precision]
+    trainer = pl.Trainer(
+        max_epochs=run.plan.epochs,
+        precision=precision,
+        gradient_clip_val=1.0,
+        accelerator="cpu",
+        callbacks=[guard],
+        **quiet,
+    )
+    with warnings.catch_warnings(action="ignore"):
+        trainer.fit(Module(), run.loader)
+
+
+def by_trainer(run):
+    import transformers
+
+    from ampwise.integrations.transformers import GuardCallback
+
+    class Trainer(transformers.Trainer):
+        def compute_loss(self, model, inputs, *_, **__):
+            run.guard = guard.guard
+            with self.compute_loss_context_manager():
+                return run.loss(*run.begin_step(*inputs["batch"]))
+
+        def get_train_dataloader(self):
+            return self.accelerator.prepare(run.loader_of_dicts())
+
+    class Ends(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__):
+            run.end_step(run.last_step)
+
+    guard = listening(GuardCallback, run)
+    with tempfile.TemporaryDirectory() as folder:
+        args = transformers.TrainingArguments(
+            output_dir=folder,
+            num_train_epochs=run.plan.epochs,
+            max_grad_norm=1.0,
+            use_cpu=True,
+            bf16=run.plan.precision == "bf16",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            logging_strategy="no",
+            per_device_train_batch_size=BATCH,
+        )
+        trainer = Trainer(run.model, args, callbacks=[guard, Ends()], optimizers=(run.optimizer, run.schedule))
+        trainer.train()
+
+
+def listening(kind, run):
+    """A callback whose guard tells the run what became of each step."""
+
+    class Listening(kind):
+        @property
+        def guard(self):
+            return self._its
+
+        @guard.setter
+        def guard(self, guard):
+            self._its = guard
+            if guard is not None:
+                run.guard, real = guard, guard.end_step
+
+                def end_step(loss):
+                    run.last_step = real(loss)
+                    return run.last_step
+
+                guard.end_step = end_step
+
+    return Listening(run.plan.directory, **run.options)
+
+
+WAYS = {
+    "engine": Run.train,
+    "loop": Run.train,
+    "own steps": Run.train,
+    "lightning": by_lightning,
+    "trainer": by_trainer,
+}
 
 
 def wrapped(model, wrap):

@@ -11,7 +11,10 @@ import pytest
 from ampwise.errors import BadInput
 from ampwise.guard.disk.catalog import checkpoints, verify
 
+from .conftest import written
 from .programs import BATCHES, Plan, Run, train
+
+pytestmark = pytest.mark.usefixtures("way")
 
 LAST = 4 * BATCHES
 ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
@@ -233,7 +236,7 @@ FILES = ["tensors-00000.safetensors", "plain-00000.json", "checkpoint.json"]
 
 
 @pytest.fixture(scope="module")
-def half(tmp_path_factory):
+def half(way, tmp_path_factory):
     """A run of two epochs, with its checkpoints; and what becomes of it when it is not broken."""
     folder = tmp_path_factory.mktemp("half")
     train(folder / "run", epochs=2, guard={"every": "1000 steps"}, save_at=(12, 18))
@@ -268,6 +271,7 @@ def test_where_all_are_damaged_nothing_is_begun_in_their_place(half, tmp_path):
     assert len(checkpoints(directory)) == 3
 
 
+@written("engine")
 def test_weights_in_a_checkpoint_that_are_not_finite_are_not_gone_on_from(half, tmp_path):
     """Whole, sealed, and useless: as written by a version that did not look."""
     directory = tmp_path / "run"
@@ -297,6 +301,7 @@ def test_weights_in_a_checkpoint_that_are_not_finite_are_not_gone_on_from(half, 
 # --- two runs ------------------------------------------------------------------------------------------------------
 
 
+@written("engine")
 @pytest.mark.nightly
 def test_a_second_run_in_the_directory_is_refused(children, tmp_path):
     first = Run(Plan(directory=str(tmp_path / "run")))

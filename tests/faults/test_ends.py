@@ -8,7 +8,10 @@ import pytest
 from ampwise.guard.disk.catalog import checkpoints
 
 from ..night import by_night
+from .conftest import written
 from .programs import train
+
+pytestmark = pytest.mark.usefixtures("way")
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +33,7 @@ def test_sigterm_finishes_the_step_saves_and_ends(tmp_path, code):
     assert len(outcome.lineage) == 21  # with the one that was being made, which was finished
 
 
+@written("engine", "loop", "lightning", "trainer", *by_night("own steps"))
 def test_the_run_goes_on_to_the_bit_where_it_was_reported_to_end(tmp_path):
     unbroken = train(tmp_path / "whole")
     for at in (0, 7, 25):
@@ -47,6 +51,7 @@ def test_other_signals_if_asked(tmp_path, monkeypatch):
     assert checkpoints(tmp_path)[0].step == 21
 
 
+@written("engine")
 def test_in_the_middle_of_a_window_the_window_is_finished(tmp_path):
     outcome = train(tmp_path / "run", fault="SIGTERM", at=(9,), engine={"accumulate": 4})
     assert outcome.code == 0
@@ -76,6 +81,7 @@ def test_the_process_itself_ends_with_that_code(children, tmp_path):
     assert checkpoints(tmp_path / "run")[0].step == 21
 
 
+@written("engine")
 @pytest.mark.nightly
 @pytest.mark.parametrize("everyone", [*by_night(False), True], ids=["the agent", "every process"])
 def test_a_job_under_torchrun_that_is_preempted_saves_and_goes_on_to_the_bit(children, tmp_path, everyone):

@@ -7,11 +7,15 @@ from ampwise import Engine, Guard
 from ampwise.guard.disk.catalog import checkpoints
 
 from ..night import by_night
+from .conftest import written
 from .programs import BATCHES, Plan, Run, train
+
+pytestmark = pytest.mark.usefixtures("way")
 
 DAY_S = 86_400
 
 
+@written("engine", "loop", *by_night("own steps"))
 @pytest.mark.parametrize(
     ("model", "precision"), [("mlp", "fp16"), *by_night(("mlp", "fp32"), ("mlp", "bf16"), ("gpt", "bf16"))]
 )
@@ -24,6 +28,7 @@ def test_a_guard_changes_no_bit_and_says_nothing(tmp_path, model, precision):
     assert not (tmp_path / "none").exists()
 
 
+@written("engine")
 def test_the_engines_own_step_is_guarded_as_well(tmp_path):
     run = Run(Plan(directory=str(tmp_path)))
 
@@ -37,6 +42,7 @@ def test_the_engines_own_step_is_guarded_as_well(tmp_path):
     assert len(checkpoints(tmp_path)) == 3
 
 
+@written("engine")
 def test_a_window_of_micro_batches_and_a_last_one_that_is_shorter(tmp_path):
     options = {"engine": {"accumulate": 5}, "guard": {"every": "3 steps", "snapshot_every": 1}}
     guarded = train(tmp_path, **options)
@@ -44,6 +50,7 @@ def test_a_window_of_micro_batches_and_a_last_one_that_is_shorter(tmp_path):
     assert checkpoints(tmp_path)[0].step == -(-4 * BATCHES // 5)
 
 
+@written("engine")
 def test_the_initial_search_for_a_loss_scale_is_no_fault(tmp_path):
     """Ordinary overflows are an FP16 run's way to its scale."""
     outcome = train(tmp_path, precision="fp16", engine={"scaling": {"init_scale": 2.0**40}})
@@ -92,6 +99,7 @@ def test_a_run_that_is_over_goes_on_with_nothing(tmp_path):
     assert second.told == []
 
 
+@written("engine")
 def test_two_guards_on_one_engine_are_one_too_many(tmp_path):
     model = torch.nn.Linear(2, 1)
     engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), "fp32")

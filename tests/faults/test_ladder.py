@@ -3,7 +3,10 @@
 import pytest
 
 from ..night import by_night
+from .conftest import written
 from .programs import SAMPLES, times_trained, train
+
+pytestmark = pytest.mark.usefixtures("way")
 
 IN_A_ROW = tuple(range(20, 23))
 
@@ -15,6 +18,7 @@ def stops(outcome, tmp_path):
     return outcome.why
 
 
+@written("engine")
 def test_no_rung_but_the_last(tmp_path, capsys):
     outcome = train(tmp_path, fault="nan", at=IN_A_ROW, ladder={"rollbacks": 0, "change_precision": False})
     assert "nothing else is allowed" in stops(outcome, tmp_path)
@@ -22,6 +26,7 @@ def test_no_rung_but_the_last(tmp_path, capsys):
     assert "`x` was passed to the step with" in capsys.readouterr().err
 
 
+@written("engine")
 def test_the_first_bad_step_can_be_the_last(tmp_path):
     outcome = train(tmp_path, fault="nan", at=(20,), ladder={"skips": 1, "rollbacks": 0, "change_precision": False})
     stops(outcome, tmp_path)
@@ -37,6 +42,7 @@ def test_so_many_skips_before_more_is_done(tmp_path, skips):
     assert len(outcome.passed_over) == (4 if skips == 2 else 5)
 
 
+@written("engine")
 def test_without_a_tracer_bad_data_is_met_with_all_rungs(tmp_path):
     """Nobody knows then that it is the data's fault."""
     outcome = train(tmp_path, fault="nan", at=tuple(range(20, 1000)), engine={"trace": False})
@@ -47,6 +53,7 @@ def test_without_a_tracer_bad_data_is_met_with_all_rungs(tmp_path):
     )
 
 
+@written("engine")
 def test_what_overflows_in_fp16_goes_on_wider_and_learns_as_in_bf16(tmp_path):
     expected = train(tmp_path / "bf16", model="loud", precision="bf16", guarded=False)
     outcome = train(tmp_path / "run", model="loud", precision="fp16")
@@ -57,11 +64,13 @@ def test_what_overflows_in_fp16_goes_on_wider_and_learns_as_in_bf16(tmp_path):
     assert len(outcome.lineage) >= 48 - 12
 
 
+@written("engine")
 def test_without_a_tracer_it_is_all_of_the_model(tmp_path):
     outcome = train(tmp_path, model="loud", precision="fp16", engine={"trace": False})
     assert (outcome.code, outcome.precision, outcome.kept) == (0, "bf16", [])
 
 
+@written("engine")
 def test_a_wider_precision_is_kept_when_the_run_is_resumed(tmp_path):
     first = train(tmp_path, model="loud", precision="fp16", epochs=2)
     second = train(tmp_path, model="loud", precision="fp16")
@@ -70,6 +79,7 @@ def test_a_wider_precision_is_kept_when_the_run_is_resumed(tmp_path):
     assert second.told == []
 
 
+@written("engine")
 def test_gradients_that_overflow_at_any_scale_bring_it_to_its_floor(tmp_path):
     outcome = train(tmp_path, model="steep", precision="fp16")
     assert "scale-at-floor" in outcome.told
@@ -78,6 +88,7 @@ def test_gradients_that_overflow_at_any_scale_bring_it_to_its_floor(tmp_path):
     assert outcome.precision == "bf16" or outcome.kept
 
 
+@written("engine", *by_night("loop", "own steps"))
 def test_a_floor_without_a_wider_precision_is_the_end(tmp_path):
     outcome = train(tmp_path, model="steep", precision="fp16", ladder={"change_precision": False})
     assert outcome.code == 70
@@ -86,6 +97,7 @@ def test_a_floor_without_a_wider_precision_is_the_end(tmp_path):
     assert outcome.lineage == {}
 
 
+@written("engine")
 def test_back_up_after_a_healthy_stretch_if_asked(tmp_path):
     """What was bad for a while only: FP16 again, and to the end."""
     options = {"fault": "nan", "at": tuple(range(6)), "engine": {"trace": False}, "precision": "fp16"}
@@ -95,6 +107,7 @@ def test_back_up_after_a_healthy_stretch_if_asked(tmp_path):
     assert (climbs.precision, climbs.told.count("climbed-back")) == ("fp16", 2)
 
 
+@written("engine")
 def test_what_cannot_be_climbed_back_to_is_left_again(tmp_path):
     outcome = train(
         tmp_path, model="loud", precision="fp16", engine={"trace": False}, ladder={"climb_after": 10, "rollbacks": 0}
@@ -106,7 +119,7 @@ def test_what_cannot_be_climbed_back_to_is_left_again(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory):
+def healthy(way, tmp_path_factory):
     return train(tmp_path_factory.mktemp("healthy"), epochs=8, precision="fp32")
 
 

@@ -66,7 +66,7 @@ def test_a_signal_to_one_rank_ends_both(children, tmp_path):
 @pytest.mark.parametrize("fault", ["SIGKILL", "hang"])
 def test_a_rank_that_is_gone_ends_the_other(children, tmp_path, fault):
     """One that hangs does so for longer than the children are waited for."""
-    guard = {"patience": "5s" if fault == "hang" else "120s", "every": "1h"}
+    guard = {"patience": "3s" if fault == "hang" else "120s", "every": "1h"}
     gone = {1: {"fault": fault, "at": [20]}}
     ended = children.train(tmp_path / "run", ranks=2, guard=guard, by_rank=gone, save_at=[12])
     survivor = ended[0]

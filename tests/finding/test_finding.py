@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from ampwise.finding import Edit, Place, Rule, Severity, edited
 
+from ..for_each import for_each
+
 GOOD = {
     "code": "AMP101",
     "name": "clip-scaled-grads",
@@ -22,7 +24,7 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         ({"code": "AMP1"}, "rule code 'AMP1': expected capital letters and three digits, such as AMP101"),
@@ -48,7 +50,7 @@ def test_a_plugin_may_bring_its_own_letters():
     assert Rule(**{**GOOD, "code": "ACME001"}).code == "ACME001"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("parts", "message"),
     [
         ({"line": 0}, "Place(line=0): lines and columns count from 1"),
@@ -72,7 +74,7 @@ def test_a_place_that_cannot_be_is_refused(parts, message):
         Place(**{"file": "train.py", **parts})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("place", "text"),
     [
         (Place(), "(nowhere)"),
@@ -138,7 +140,7 @@ def test_finding_and_rule_as_data_are_plain_json():
     }
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("parts", "message"),
     [
         ((0, 1, 1, 1), "Edit(line=0): lines, columns and cells count from 1"),
@@ -154,7 +156,7 @@ def test_an_edit_that_cannot_be_is_refused(parts, message):
         Edit(1, 1, 1, 1, "", cell=0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "other", "overlap"),
     [
         ((1, 1, 1, 5), (1, 4, 1, 9), True),
@@ -186,7 +188,7 @@ def test_a_finding_whose_edits_contradict_it_is_refused():
     assert fixable.at(place, "here", edits=iter([edit])).edits == (edit,)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("edit", "message"),
     [
         (Edit(1, 5, 1, 5, ""), "the edit at 1:5 is outside the text"),

@@ -5,13 +5,14 @@ from fractions import Fraction
 from pathlib import PurePosixPath
 
 import numpy as np
-import pytest
 
 from ampwise.finding import Severity
 from ampwise.finding.strict_json import dumps
 
+from ..for_each import for_each
 
-@pytest.mark.parametrize(
+
+@for_each(
     ("value", "expected"),
     [
         (float("nan"), "NaN"),

@@ -9,6 +9,8 @@ import pytest
 
 from ampwise.hardware import machine
 
+from ..for_each import for_each
+
 CLOSED = """\
 NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023
 GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)
@@ -16,7 +18,7 @@ GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder@U16)\n"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "expected"),
     [
         (CLOSED, "535.129.03"),

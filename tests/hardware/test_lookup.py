@@ -14,6 +14,8 @@ from ampwise.errors import UnknownName
 from ampwise.hardware import find_gpu, gpu_named, gpus
 from ampwise.hardware.catalog import _words, nvidia_tensor_cores, other_variants
 
+from ..for_each import for_each
+
 FOUND = {
     "NVIDIA H200": "h200",
     "NVIDIA H100 80GB HBM3": "h100-sxm",
@@ -82,14 +84,9 @@ NEIGHBOURS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "expected"), FOUND.items())
-def test_torch_names_are_found(name, expected):
-    assert find_gpu(name).id == expected
-
-
-@pytest.mark.parametrize("name", NEIGHBOURS)
-def test_neighbours_are_not(name):
-    assert find_gpu(name) is None
+def test_torch_names_are_found_and_neighbours_are_not():
+    assert {name: find_gpu(name).id for name in FOUND} == FOUND
+    assert [name for name in NEIGHBOURS if find_gpu(name) is not None] == []
 
 
 @given(st.text(alphabet="abcghlmnrtv0123456789 -", max_size=20))
@@ -108,10 +105,10 @@ def test_every_torch_name_says_more_than_a_brand():
     assert all(_words(name) for gpu in gpus() for name in gpu.torch_names)
 
 
-@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.id)
-def test_a_device_is_found_by_id_name_and_torch_name(gpu):
-    for name in (gpu.id, gpu.id.upper(), gpu.name, *gpu.torch_names):
-        assert gpu_named(name) is gpu
+def test_a_device_is_found_by_id_name_and_torch_name():
+    for gpu in gpus():
+        for name in (gpu.id, gpu.id.upper(), gpu.name, *gpu.torch_names):
+            assert gpu_named(name) is gpu
 
 
 def test_an_unknown_name_says_what_is_near():
@@ -124,7 +121,7 @@ def test_an_unknown_name_says_what_is_near():
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "expected", "others"),
     [
         ("a100", "a100-sxm-80", ["a100-40", "a100-pcie-80"]),
@@ -160,7 +157,7 @@ def test_no_short_name_is_that_of_two_devices():
     assert len({name for name, _ in named}) == len(set(named))
 
 
-@pytest.mark.parametrize("name", ["8.9", "sm_89", "quadro 9000"])
+@for_each("name", ["8.9", "sm_89", "quadro 9000"])
 def test_an_unlisted_device_can_be_given_by_its_capability(name):
     with pytest.raises(UnknownName, match=r"`ampwise advise --gpu` also takes a compute capability, such as 8\.9"):
         gpu_named(name)
@@ -171,7 +168,7 @@ def test_a_misspelt_name_says_what_is_near():
         gpu_named("rxt4090")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fmt", "capability", "expected"),
     [
         ("fp16", (6, 1), False),

@@ -15,9 +15,11 @@ SCRIPTS = sorted(EXAMPLES.glob("*/*.py"))
 LAST_WORDS = {
     "accelerate/train.py": r"loss 1\.\d+, skipped 0",
     "lightning/fabric.py": r"loss [01]\.\d+, skipped 0",
+    "lightning/guarded.py": r"61 steps, passed over: \[\(0, 5\), \(0, 6\), \(0, 7\)\]",
     "lightning/train.py": r"32 steps, loss 0\.\d+",
     "timm/train.py": r"loss \d\.\d+, updates 16, skipped 0",
     "torchtune/recipe.py": r"loss [0-3]\.\d+, skipped 1",
+    "transformers/guarded.py": r"16 steps, saved after 16",
     "transformers/train.py": r"\{.*'train_loss'.*\}",
 }
 WATCHED = ("lightning/train.py", "transformers/train.py")

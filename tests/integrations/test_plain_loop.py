@@ -1,8 +1,6 @@
 """``with ampwise.watch() as run``: a loop that is already there, in a script, a class or under ``ampwise run``."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -148,10 +146,9 @@ print([finding.rule.code for finding in run.findings], len(run.history))
 """
 
 
-def test_under_ampwise_run_it_shows_that_run(tmp_path):
+def test_under_ampwise_run_it_shows_that_run(tmp_path, warm):
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "ampwise", "run", "-o", "run", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = warm.run("-m", "ampwise", "run", "-o", "run", "train.py", cwd=tmp_path)
     assert done.stdout == "['AMP101'] 3\n"
     assert done.returncode == 0
     assert done.stderr.count("error[AMP101]") == 1

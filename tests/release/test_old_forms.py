@@ -21,6 +21,8 @@ from ampwise.runs import layout as record_layout
 from ampwise.trace.capsule import capsule_files as capsule_layout
 from ampwise.tune.search import result as found_form
 
+from ..for_each import for_each
+
 ARCHIVES = sorted((Path(__file__).parent / "fixtures").glob("*.zip"))
 BUILD = """
 import torch
@@ -104,7 +106,7 @@ def test_what_a_search_found(old):
     assert found.tolerance == 0.1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("present", "file", "key"),
     [
         (record_layout.VERSION, "record/manifest.json", "version"),
@@ -113,7 +115,6 @@ def test_what_a_search_found(old):
         (Policy("fp32").as_dict()["version"], "policy/policy.json", "version"),
         (found_form.VERSION, "search/found.json", "version"),
     ],
-    ids=["record", "capsule", "checkpoint", "policy", "search"],
 )
 def test_the_present_version_of_every_form_is_remembered(present, file, key):
     """Whoever raises one makes an archive of it, before it changes again."""

@@ -21,6 +21,8 @@ from ampwise.report.verdict import (
 from ampwise.rules.amp9xx_nan import half_overflow
 from ampwise.runs.rows import CountedFinding
 
+from ..for_each import for_each
+
 
 def rule(severity, code="AMP799", summary="Something is off."):
     return Rule(code=code, name="odd", severity=severity, summary=summary, why="w", fix="f", bad="b", good="g")
@@ -145,7 +147,7 @@ def test_the_numbers_add_up(findings):
     assert sum(int(part.split()[0]) for part in told.split(", ") if part) == len(findings)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "told"),
     [
         (seen(Severity.INFO), ""),

@@ -34,6 +34,7 @@ from ampwise.tune.advise.claims import CLAIMS
 from ampwise.watch.run_events import Clip
 
 from ..docs.pages import commands, is_as_shown, pieces
+from ..for_each import for_each
 
 RULE_FILE = """
 from __future__ import annotations
@@ -90,7 +91,7 @@ FOLDERS = [path.name for path in ROOT.glob("amp*")]
 OURS = [module for module in rule_modules() if module.__name__.startswith("ampwise.")]
 
 
-@pytest.mark.parametrize("module", OURS, ids=lambda module: module.RULE.code)
+@for_each("module", OURS)
 def test_our_rules_are_sound(module):
     rule = module.RULE
     folder, stem = module.__name__.split(".")[-2:]
@@ -240,7 +241,7 @@ def test_looking_for_rules_imports_nothing_heavy():
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         *("scaler.scale(loss).backward(); scaler.step(opt)", "with autocast('cuda'): nn.BCELoss()", "GradScaler()"),
@@ -251,7 +252,7 @@ def test_files_with_the_words_matter_to_some_rule(text):
     assert matching_rules(text.encode(), source_rules())
 
 
-@pytest.mark.parametrize("text", ["", "sample, example = clamp(timestamp)", "import torch", "float32"])
+@for_each("text", ["", "sample, example = clamp(timestamp)", "import torch", "float32"])
 def test_files_without_matter_to_none(text):
     assert not matching_rules(text.encode(), source_rules())
 

@@ -16,6 +16,7 @@ from ampwise.runs.json_lines import (
 )
 from ampwise.runs.rows import NumberStats, StepBucket, StepRow, merge_buckets
 
+from ..for_each import for_each
 from .record_toys import row, runs_of_rows, sample, samples
 
 
@@ -91,7 +92,7 @@ def test_words_for_what_json_has_no_number_for():
     assert read_bucket(line).lr == NumberStats(negative_infs=1)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "line",
     [
         b"",
@@ -120,7 +121,6 @@ def test_words_for_what_json_has_no_number_for():
         b'{"s":1,"t":' + b"9" * 400 + b"}",
         b'{"s":' + b"[" * 100_000,
     ],
-    ids=lambda line: line[:40].decode(errors="replace"),
 )
 def test_a_line_that_makes_no_sense_is_refused_in_one_way(line):
     with pytest.raises(LINE_ERRORS):
@@ -138,7 +138,7 @@ def broken_samples():
     yield {name: value for name, value in good.items() if name != "k"}
 
 
-@pytest.mark.parametrize("data", list(broken_samples()), ids=str)
+@for_each("data", list(broken_samples()))
 def test_a_sample_that_makes_no_sense_is_refused_in_one_way(data):
     with pytest.raises(LINE_ERRORS):
         read_layers(json.dumps(data))

@@ -22,6 +22,8 @@ from ampwise.runs import plain_data as plain
 from ampwise.runs.plain_data import Encoded, PlainDecoder, PlainEncoder, from_json, to_json
 from ampwise.runs.tensor_files import DTYPES
 
+from ..for_each import for_each
+
 
 def through(value):
     """As a file has it: strict JSON, in UTF-8."""
@@ -101,7 +103,7 @@ def test_the_comparison_can_fail():
     assert identical(math.nan, math.nan)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.complex32, torch.complex128], ids=str)
+@for_each("dtype", [*DTYPES.values(), torch.complex32, torch.complex128])
 def test_tensors_of_every_dtype(dtype):
     values = torch.tensor([0, 1] * 24, dtype=torch.uint8) if dtype is torch.bool else torch.arange(48).byte() * 5
     for tensor in (
@@ -122,7 +124,7 @@ def test_tensors_that_lie_otherwise_have_the_same_values():
     back += 1  # its memory is its own
 
 
-@pytest.mark.parametrize("name", sorted(plain.NUMPY_DTYPES))
+@for_each("name", sorted(plain.NUMPY_DTYPES))
 def test_arrays_and_numbers_of_numpy(name):
     values = (np.arange(64, dtype=np.uint8) % 2).view(name)
     for value in (values, values.reshape(2, -1), values[:0], values[1]):
@@ -150,7 +152,7 @@ class Colour(enum.IntEnum):
     RED = 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "said"),
     [
         (object(), r"it\['a'\]\[0\] is a object\. Supported: numbers"),
@@ -264,7 +266,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("node", HOSTILE, ids=lambda node: repr(node)[:60])
+@for_each("node", HOSTILE)
 def test_what_is_no_such_data_is_refused(node):
     with pytest.raises(ValueError, match=r"[a-z]"):
         from_json(node)
@@ -455,7 +457,7 @@ def trained(model, optimizer, steps):
     return model.weight.detach().clone()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@for_each("name", OPTIMIZERS)
 def test_an_optimizer_goes_on_to_the_bit(name):
     model, optimizer = optimized(OPTIMIZERS[name], 1e-3)
     trained(model, optimizer, 3)

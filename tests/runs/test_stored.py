@@ -2,12 +2,11 @@
 
 import json
 
-import pytest
-
 from ampwise.runs.findings_json import findings_data, read_findings
 from ampwise.runs.reader import Run
 from ampwise.runs.writer import RecordWriter
 
+from ..for_each import for_each
 from .record_toys import seen
 
 DIFF = "--- train.py\n+++ train.py\n@@ -1 +1,2 @@\n+scaler.unscale_(optimizer)\n clip()  # <b>\u202e\n"
@@ -20,7 +19,7 @@ def test_a_diff_comes_back_as_it_was():
     assert not said
 
 
-@pytest.mark.parametrize("there", [None, 3, ["+"], {"+": 1}, ...])
+@for_each("there", [None, 3, ["+"], {"+": 1}, ...])
 def test_what_is_no_diff_is_none(there):
     data = findings_data([seen(diff=DIFF)])
     (entry,) = data["findings"]

@@ -27,6 +27,7 @@ from ampwise.guard.disk.manifest import LARGEST_MANIFEST
 from ampwise.tune.advise.model import parse_count
 from ampwise.tune.memory.decoder import Decoder, decoder_shape
 
+from ..for_each import for_each
 from ..night import by_night
 
 ROOT = Path(__file__).parents[2]
@@ -208,7 +209,7 @@ def test_the_fewest_ranks_are_those_that_looking_at_all_finds():
     assert fewest(lambda ranks: Setting(model=MODELS["124M"], ranks=ranks), lambda each: True, 5) == 5
 
 
-@pytest.mark.parametrize("name", MODELS)
+@for_each("name", MODELS)
 def test_what_does_not_do_with_some_ranks_does_not_do_with_more(name):
     powers = [2**exponent for exponent in range(int(math.log2(MOST_RANKS)) + 1)]
     for each in limits():
@@ -230,7 +231,7 @@ def result(name):
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("part", [costs, step, checkpoint, limit])
+@for_each("part", [costs, step, checkpoint, limit])
 def test_the_published_tables_are_those_of_the_simulation(part):
     made = part()
     found = result(made.name)

@@ -10,6 +10,8 @@ pytest.importorskip("sphinx")
 from docutils import nodes
 from tools.site import check, links, mathml, sidebar
 
+from ..for_each import for_each
+
 
 class Body:
     def __init__(self):
@@ -44,7 +46,7 @@ def test_anchors_of_code_hosts_are_targets():
     assert source == ["(a-case)=\n\n### A case\n"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("written", "read"),
     [
         ("[![ci](https://ci.example/x.svg)](https://ci.example) words", " words"),

@@ -8,15 +8,8 @@ import torch
 from ampwise.finding.call_site import CallSite
 from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.op_families import FAMILIES, base_name, family_of, is_collective, is_custom
-from ampwise.trace.failure import (
-    KINDS,
-    BadTensor,
-    Failure,
-    OptimizerFacts,
-    Origin,
-    TensorSummary,
-    known_as_json,
-)
+from ampwise.trace.failure import KINDS, Failure
+from ampwise.trace.failure_facts import BadTensor, OptimizerFacts, Origin, TensorSummary, known_as_json
 
 
 def born(op, made="inf", dtype="fp16", **facts):

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import ampwise
-from ampwise.trace.failure import Failure, Origin, TensorSummary
+from ampwise.trace.failure import Failure
+from ampwise.trace.failure_facts import Origin, TensorSummary
 from ampwise.trace.remedies import CHANGES, remedies_for
 
 SIGNED = "y = a / torch.where(b.abs() < 1e-12, 1e-12, b)"

@@ -15,6 +15,7 @@ from ampwise import Engine, Policy
 from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
 from ampwise.train.precision.call_in_precision import is_wrapped_forward
 
+from ..for_each import for_each
 from .engine_toys import LOW, data, everything, net, same, train, training
 
 pytestmark = pytest.mark.usefixtures("small_operations_are_cheap")
@@ -155,7 +156,7 @@ def test_a_step_after_it_is_explained_by_what_runs_then(capsys):
 # What is refused has changed nothing
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("asked", "error", "words"),
     [
         ("fp17", UnknownName, "unknown precision 'fp17'"),
@@ -163,7 +164,6 @@ def test_a_step_after_it_is_explained_by_what_runs_then(capsys):
         ("tf32", PrecisionUnavailable, "has no TF32"),
         (16, BadInput, "expected a name"),
     ],
-    ids=["typo", "module", "tf32", "number"],
 )
 def test_what_cannot_be_had_is_refused_and_nothing_changes(asked, error, words):
     run = training(Policy("bf16").keep("fp32", "0"))
@@ -216,7 +216,7 @@ def test_with_graphs_it_is_refused():
 # Saved and loaded
 
 
-@pytest.mark.parametrize("change", [*pairwise(WAY)], ids=lambda change: "-".join(change))
+@for_each("change", [*pairwise(WAY)])
 def test_the_state_after_it_is_that_of_the_new_precision(change):
     before, after = change
     run = training(before, scaling=LOW)

@@ -12,6 +12,7 @@ from ampwise import Engine, Policy
 from ampwise.numbers.emulation.emulated_matmuls import emulated
 from ampwise.numbers.emulation.recipe import parse_recipe, recipe_for_format, round_operand
 
+from ..for_each import for_each
 from .engine_toys import same
 
 pytestmark = pytest.mark.usefixtures("small_operations_are_cheap")
@@ -96,7 +97,7 @@ def test_where_gradients_are_too_small_for_the_format_the_loss_is_scaled():
     assert lost.blocks[0].qkv.weight.grad.norm() < 0.99 * scaled
 
 
-@pytest.mark.parametrize("precision", ["mxfp8", "nvfp4", "e4m3", "e4m3/mxfp4", "mxfp4/bf16", "bf16/e4m3"])
+@for_each("precision", ["mxfp8", "nvfp4", "e4m3", "e4m3/mxfp4", "mxfp4/bf16", "bf16/e4m3"])
 def test_a_layer_by_hand_in_float64(precision):
     torch.manual_seed(0)
     layer, x = nn.Linear(48, 40, bias=False), torch.randn(20, 48)
@@ -468,7 +469,7 @@ class Einsum(nn.Module):
         return torch.einsum("bij,bkj->bik", x, x) @ x.softmax(-1)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "make",
     [
         Net,

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, 
 
 from ampwise import Engine, Policy, ScaleCollapsed
 
+from ..for_each import for_each
 from .engine_toys import LOW, OVERFLOW, PRECISIONS, data, everything, net, same, train, training, weights
 
 X, Y = data(0)
@@ -51,7 +52,7 @@ def test_weights_and_batch_norm_are_those_of_a_loop_by_hand(precision, clip, win
     assert same(run.model.state_dict(), by_hand(precision, range(1, 7), clip=clip, window=window).state_dict())
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("precision", PRECISIONS)
 def test_the_pieces_make_the_step(precision):
     run, twin = (training(precision, norm=True, accumulate=2, clip_value=0.1) for _ in range(2))
     for number in range(5):
@@ -64,7 +65,7 @@ def test_the_pieces_make_the_step(precision):
     assert same(everything(run), everything(twin))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("precision", PRECISIONS)
 def test_several_losses_of_a_micro_batch_are_their_sum(precision):
     run, twin = training(precision, make=SGD), training(precision, make=SGD)
     for part in (0.25, 0.75):
@@ -161,7 +162,7 @@ def test_statistics_survive_a_skip_after_an_evaluation_in_autocast(precision):
     assert same(run.model.state_dict(), was)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("precision", PRECISIONS)
 def test_gradients_of_others_after_an_evaluation_in_autocast_do_not_count(precision):
     run, twin = training(precision, make=SGD), training(precision, make=SGD)
     with run.engine.autocast():
@@ -238,7 +239,7 @@ def test_gradients_that_others_left_do_not_count(pieces):
     assert same(weights(run.model), weights(twin.model))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("precision", PRECISIONS)
 def test_two_engines_over_the_same_discriminator(precision):
     def gan():
         torch.manual_seed(3)
@@ -334,14 +335,13 @@ def test_a_rate_that_is_a_tensor_moves_in_place_and_a_step_knows_the_one_it_used
     assert run.engine.lr == rate.item() == 0.0625
 
 
-@pytest.mark.parametrize(
+@for_each(
     "schedule",
     [
         lambda it: [ExponentialLR(it, 0.5), StepLR(it, 2, 0.1)],
         lambda it: ChainedScheduler([ExponentialLR(it, 0.5), StepLR(it, 2, 0.1)], it),
         lambda it: (each for each in [ExponentialLR(it, 0.5), StepLR(it, 2, 0.1)]),
     ],
-    ids=["several", "chained", "generated"],
 )
 def test_several_schedulers_move_together(schedule):
     run = training(lr=1.0, make=SGD, schedule=schedule)
@@ -372,9 +372,7 @@ def test_one_may_set_the_rate_between_steps():
 # --- autocast ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
-)
+@for_each(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_what_is_computed_in_autocast_has_the_type_of_the_precision(precision, dtype):
     run = training(precision)
     with run.engine.autocast():
@@ -391,7 +389,7 @@ def test_a_policy_is_on_from_then_on():
         assert (run.model[:3](X).dtype, run.model(X).dtype) == (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("precision", PRECISIONS)
 def test_nothing_is_left_switched_on_after_an_exception(precision):
     run = training(precision)
     with pytest.raises(KeyError), run.engine.autocast():
@@ -412,7 +410,7 @@ class Spy(torch.autograd.Function):
         return grad
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("precision", PRECISIONS)
 def test_a_backward_pass_in_autocast_is_one_outside(precision):
     Spy.seen.clear()
     run, twin = training(precision), training(precision)
@@ -544,8 +542,8 @@ def test_anomaly_detection_changes_nothing_for_finite_steps_and_raises_on_others
     assert same(everything(run)["model"], everything(twin)["model"])
 
 
-@pytest.mark.parametrize("off", [torch.inference_mode, torch.no_grad])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("off", [torch.inference_mode, torch.no_grad])
+@for_each("precision", PRECISIONS)
 def test_a_step_where_gradients_are_off_is_refused_and_an_evaluation_there_changes_nothing(off, precision):
     run, twin = training(precision, norm=True), training(precision, norm=True)
     train(run, 1)
@@ -571,7 +569,7 @@ def test_an_engine_made_where_gradients_are_off_trains():
     assert same(everything(run), everything(twin))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("precision", PRECISIONS)
 def test_training_in_evaluation_mode_leaves_statistics_alone(precision):
     run = training(precision, norm=True)
     train(run, 1)

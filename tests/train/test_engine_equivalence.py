@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW
 
 from ampwise import Engine
 
+from ..for_each import for_each
 from ..night import NIGHTLY, chessboard
 from .engine_loops import (
     CLIPS,
@@ -130,7 +131,7 @@ def test_the_comparison_can_fail(other):
 # A window that turns out shorter than it was thought to be
 
 
-@pytest.mark.parametrize("precision", DTYPES)
+@for_each("precision", DTYPES)
 def test_a_flushed_window_is_a_mean_over_the_micro_batches_there_were(precision):
     """Bit for bit, as 4 and 2 are powers of two."""
     ends, losses = [], []
@@ -242,7 +243,7 @@ def apart(tensors, others):
     return float((one - other).norm() / other.norm())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("micro_batch", "weight"),
     [
         (weighed_in_one_call, as_tensor),
@@ -285,14 +286,14 @@ def with_padding_alone(turn):
     return steps[-1], applied[-1], loss.item(), gradients_of(optimizer)
 
 
-@pytest.mark.parametrize("turn", [0, 1, 2])
+@for_each("turn", [0, 1, 2])
 def test_a_micro_batch_without_a_token_adds_nothing_to_the_gradient(turn):
     step, applied, _, gradients = with_padding_alone(turn)
     assert step.applied
     assert apart(applied, gradients) < 1e-6
 
 
-@pytest.mark.parametrize("turn", [0, 1, 2])
+@for_each("turn", [0, 1, 2])
 def test_a_micro_batch_without_a_token_adds_nothing_to_the_loss(turn):
     step, _, loss, _ = with_padding_alone(turn)
     assert step.loss == pytest.approx(loss, rel=1e-6)

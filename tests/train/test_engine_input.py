@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from ampwise import BadInput, Engine, Policy, PrecisionUnavailable
 from ampwise.errors import UnknownName
 
+from ..for_each import for_each
 from .engine_toys import PRECISIONS, data, everything, net, same, train, training
 
 X, Y = data(0)
@@ -32,7 +33,7 @@ def refused(match, *args, error=BadInput, **options):
 # --- what an engine is made of -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "wrong"), [(3, "int"), ([], "nothing"), ([nn.Linear(1, 1), "x"], "str")])
+@for_each(("model", "wrong"), [(3, "int"), ([], "nothing"), ([nn.Linear(1, 1), "x"], "str")])
 def test_what_is_no_model_is_refused(model, wrong):
     refused(re.escape(f"Engine(model=...): expected a torch.nn.Module or a list of them, got {wrong}."), model, [])
 
@@ -70,7 +71,7 @@ def test_lbfgs_is_refused_with_a_reason():
     refused(re.escape("Engine(optimizer=LBFGS): it computes gradients in a closure"), model, LBFGS(model.parameters()))
 
 
-@pytest.mark.parametrize("wrong", [3, None, nn.Linear(1, 1)])
+@for_each("wrong", [3, None, nn.Linear(1, 1)])
 def test_what_is_no_optimizer_is_refused(wrong):
     refused(rf"Engine\(optimizer=...\): expected an optimizer, got {type(wrong).__name__}\.", net(), wrong)
 
@@ -79,8 +80,8 @@ def test_no_optimizer_at_all_is_refused():
     refused("expected at least one optimizer", net(), [])
 
 
-@pytest.mark.parametrize("wrong", [0, -1.0, "1", True, float("nan"), [1.0]])
-@pytest.mark.parametrize("name", ["clip_norm", "clip_value"])
+@for_each("wrong", [0, -1.0, "1", True, float("nan"), [1.0]])
+@for_each("name", ["clip_norm", "clip_value"])
 def test_clipping_by_what_is_no_limit_is_refused(name, wrong):
     refused(
         re.escape(f"Engine({name}={wrong!r}): expected a number above 0, or None for no clipping."), **{name: wrong}
@@ -91,7 +92,7 @@ def test_clipping_in_two_ways_is_refused():
     refused("use one of them, not both", clip_norm=1.0, clip_value=1.0)
 
 
-@pytest.mark.parametrize("wrong", [0, -2, True, 2.5, "2", None])
+@for_each("wrong", [0, -2, True, 2.5, "2", None])
 def test_a_window_of_what_is_no_number_of_micro_batches_is_refused(wrong):
     refused(
         re.escape(f"Engine(accumulate={wrong!r}): expected the number of micro-batches per step, 1 or more."),
@@ -103,7 +104,7 @@ def test_a_precision_nobody_has_heard_of_is_refused_and_the_nearest_named():
     refused("unknown precision 'bf61'. Did you mean bf16", precision="bf61", error=UnknownName)
 
 
-@pytest.mark.parametrize("wrong", [16, None, torch.float16])
+@for_each("wrong", [16, None, torch.float16])
 def test_a_precision_that_is_no_name_is_refused(wrong):
     refused("expected the name of a precision|expected a name", precision=wrong)
 
@@ -128,13 +129,13 @@ def test_a_scheduler_of_another_optimizer_is_refused():
     refused("its optimizer is not one of this engine's", scheduler=other)
 
 
-@pytest.mark.parametrize("wrong", [3, object(), [4]])
+@for_each("wrong", [3, object(), [4]])
 def test_what_is_no_scheduler_is_refused(wrong):
     refused("expected a scheduler, got (int|object)", scheduler=wrong)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("scaling", [{"initial": 4.0}, {"enabled": False}])
+@for_each("precision", ["fp16", "bf16"])
+@for_each("scaling", [{"initial": 4.0}, {"enabled": False}])
 def test_an_option_that_the_scaler_does_not_have_is_refused(scaling, precision):
     refused(
         r"Engine\(scaling=...\): .*'?(initial|enabled)'?.* The options are those of",
@@ -213,8 +214,8 @@ def test_a_bad_loss_is_refused_and_training_goes_on_as_if_it_had_not_been(kind, 
     assert same(everything(run), everything(twin))
 
 
-@pytest.mark.parametrize("before", [(), (1,)], ids=["between windows", "within a window"])
-@pytest.mark.parametrize("kind", ["float", "dict", "several", "detached", "raising"])
+@for_each("before", [(), (1,)])
+@for_each("kind", ["float", "dict", "several", "detached", "raising"])
 def test_a_bad_loss_leaves_batch_norm_as_it_was(kind, before):
     run = training("fp32", norm=True, accumulate=2)
     train(run, *before)
@@ -241,7 +242,7 @@ def test_loading_a_state_inside_of_a_step_is_refused():
         run.engine.step(loss_fn)
 
 
-@pytest.mark.parametrize("error", [KeyError("mine"), KeyboardInterrupt(), StopIteration(3)], ids=repr)
+@for_each("error", [KeyError("mine"), KeyboardInterrupt(), StopIteration(3)])
 def test_any_exception_of_the_loss_function_passes_through_unchanged(error):
     run = training("bf16")
 
@@ -269,7 +270,7 @@ class Large:
     pass
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rest", "extra"),
     [(("a",), "a"), (("a", 2), ("a", 2)), (({"acc": 1.0},), {"acc": 1.0}), ((None,), None), ((), None)],
 )
@@ -304,9 +305,9 @@ class Raising(torch.autograd.Function):
         raise OSError("midway")
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("before", [(1, 2), (1, 2, 3)], ids=["between windows", "within a window"])
-@pytest.mark.parametrize("pieces", [False, True])
+@for_each("precision", PRECISIONS)
+@for_each("before", [(1, 2), (1, 2, 3)])
+@for_each("pieces", [False, True])
 def test_a_backward_pass_that_raises_drops_the_window(before, precision, pieces):
     run, twin = (training(precision, norm=True, accumulate=2) for _ in range(2))
     train(run, *before)
@@ -375,8 +376,8 @@ class Failing(AdamW):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("clipping", [{}, {"clip_norm": 0.1}, {"clip_value": 0.01}])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("clipping", [{}, {"clip_norm": 0.1}, {"clip_value": 0.01}])
+@for_each("precision", PRECISIONS)
 def test_an_optimizer_that_raises_drops_the_window_and_may_go_on(precision, clipping):
     run, twin = (training(precision, make=Failing, accumulate=2, norm=True, **clipping) for _ in range(2))
     train(run, 1, 2, 3)
@@ -389,7 +390,7 @@ def test_an_optimizer_that_raises_drops_the_window_and_may_go_on(precision, clip
     assert same(everything(run), everything(twin))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@for_each("precision", ["fp32", "bf16", "fp16"])
 def test_the_second_of_two_optimizers_may_raise_and_training_goes_on(precision):
     model = net()
     optimizers = [optimizer_of(model[0]), Failing(model[-1].parameters())]
@@ -425,7 +426,7 @@ def test_applying_without_a_backward_pass_is_refused():
         run.engine.apply()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("wrong", "text"),
     [
         (None, "backward() was given None"),
@@ -446,7 +447,7 @@ def test_a_backward_pass_of_what_is_no_loss_is_refused(wrong, text):
 # --- weights -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("weight", "text"),
     [
         (-1.0, "weight=-1.0: expected a finite number of 0 or more, such as the number of tokens."),
@@ -456,7 +457,7 @@ def test_a_backward_pass_of_what_is_no_loss_is_refused(wrong, text):
         (torch.ones(2), "weight: expected a single number, got a tensor of shape (2,)."),
     ],
 )
-@pytest.mark.parametrize("norm", [False, True])
+@for_each("norm", [False, True])
 def test_a_weight_that_makes_no_sense_is_refused_and_nothing_changes(weight, text, norm):
     given = [3]
     run, twin = (training("fp16", accumulate=2, norm=norm, weight=lambda x, y: given[0]) for _ in range(2))
@@ -499,7 +500,7 @@ def test_a_weight_that_is_no_function_is_refused_at_once():
     refused("weight", weight=3.0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("wrong", "hint"),
     [
         (3, ""),
@@ -512,7 +513,7 @@ def test_what_is_no_callback_is_refused(wrong, hint):
     refused(rf"Engine\(callbacks=\[.*\]\): expected a list of ampwise\.Callback\.{hint}", callbacks=wrong)
 
 
-@pytest.mark.parametrize("wrong", [-1, "x", 2.5])
+@for_each("wrong", [-1, "x", 2.5])
 def test_a_history_of_no_length_is_refused(wrong):
     history = Engine(model := net(), optimizer_of(model), "fp32").history
     with pytest.raises(BadInput, match=re.escape(f"history.limit = {wrong!r}: expected the number of steps")):

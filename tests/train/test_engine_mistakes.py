@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from ampwise import BadInput, Engine, Policy
 
+from ..for_each import for_each
+
 X = torch.linspace(-1, 1, 24).reshape(6, 4)
 Y = torch.linspace(1, 0, 6).reshape(6, 1)
 
@@ -118,7 +120,7 @@ def test_a_weight_given_to_the_engine_is_wanted_in_pieces_too():
         engine.backward(loss())
 
 
-@pytest.mark.parametrize(
+@for_each(
     "weight",
     [
         torch.tensor(True),
@@ -128,7 +130,6 @@ def test_a_weight_given_to_the_engine_is_wanted_in_pieces_too():
         np.int64(7),
         np.float32(7),
     ],
-    ids=lambda weight: str(weight.dtype),
 )
 def test_weights_of_any_kind_add_up(weight):
     _, _, engine, loss = setting(accumulate=4, weight=lambda: weight)
@@ -248,7 +249,7 @@ def test_other_generators_of_numpy_go_on_too():
         np.random.set_bit_generator(bits)
 
 
-@pytest.mark.parametrize(("key", "value"), [("count", "x"), ("unit", "x"), ("length", None), ("loss", "x")])
+@for_each(("key", "value"), [("count", "x"), ("unit", "x"), ("length", None), ("loss", "x")])
 def test_a_damaged_window_is_refused(key, value):
     _, _, engine, loss = setting(accumulate=2)
     engine.step(loss)

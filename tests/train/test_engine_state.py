@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Se
 
 from ampwise import BadInput, Policy
 
+from ..for_each import for_each
 from .engine_toys import PRECISIONS, data, everything, same, train, training
 
 SCHEDULES = {
@@ -112,8 +113,8 @@ def test_schedulers_go_on_where_they_were(schedule, stop):
     resumed_like_unbroken(lambda: training("bf16", schedule=make), stop)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-@pytest.mark.parametrize("count", [lambda x, y: (x[:, 0] > 0).sum(), lambda x, y: int((x[:, 0] > 0).sum())])
+@for_each("precision", ["fp16", "fp32"])
+@for_each("count", [lambda x, y: (x[:, 0] > 0).sum(), lambda x, y: int((x[:, 0] > 0).sum())])
 def test_weighed_windows_go_on_where_they_were(count, precision):
     resumed_like_unbroken(lambda: training(precision, accumulate=3, weight=count), stop=7)
 
@@ -248,19 +249,19 @@ def test_a_state_of_another_policy_is_refused():
     a_run(precision="bf16").engine.load_state_dict(state, other_precision=True)
 
 
-@pytest.mark.parametrize("key", ["precision", "policy", "scaler", "schedulers", "applied_steps", "window", "rng"])
+@for_each("key", ["precision", "policy", "scaler", "schedulers", "applied_steps", "window", "rng"])
 def test_a_state_that_lacks_something_is_refused(key):
     state = a_state()
     del state[key]
     refused(a_run(), state, f"not the state of an Engine. Missing or unexpected: {key}")
 
 
-@pytest.mark.parametrize("wrong", [None, [], 3])
+@for_each("wrong", [None, [], 3])
 def test_what_is_no_state_is_refused(wrong):
     refused(a_run(), wrong, f"not the state of an Engine. Missing or unexpected: {type(wrong).__name__}")
 
 
-@pytest.mark.parametrize("version", [0, 1, None, "2"])
+@for_each("version", [0, 1, None, "2"])
 def test_a_state_of_another_version_is_refused(version):
     refused(a_run(), a_state() | {"version": version}, f"expected version 2, got version {version}")
 
@@ -302,7 +303,7 @@ def test_running_statistics_of_other_layers_are_refused(damage):
     refused(a_run(), state, "the model (it was|they were) saved with")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "damage",
     [
         {"torch": torch.zeros(3, dtype=torch.uint8)},
@@ -311,14 +312,13 @@ def test_running_statistics_of_other_layers_are_refused(damage):
         {"python": {"version": 3, "words": [1, 2], "gauss": None}},
         {"numpy": {"name": "MT19937"}},
     ],
-    ids=["short", "none", "empty", "few words", "no keys"],
 )
 def test_a_damaged_state_of_random_numbers_is_refused(damage):
     state = a_state()
     refused(a_run(), state | {"rng": state["rng"] | damage}, "the saved random state is damaged")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "damage",
     [
         {"window": {}},
@@ -330,7 +330,6 @@ def test_a_damaged_state_of_random_numbers_is_refused(damage):
         {"scaler": {}},
         {"rng": None},
     ],
-    ids=repr,
 )
 def test_a_state_damaged_elsewhere_is_refused(damage):
     refused(a_run(), a_state() | damage, "load_state_dict")

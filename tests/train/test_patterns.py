@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import ampwise
 from ampwise import Engine
 
+from ..for_each import for_each
+
 pytestmark = pytest.mark.usefixtures("small_operations_are_cheap")
 
 MAX_NORM = 0.1  # binds
@@ -351,8 +353,8 @@ def halves(out, y):
     return out[:4], out[4:]
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize(("loss_in_fp32", "arguments"), [(sharpened, lambda out, y: (out, y)), (contrasted, halves)])
+@for_each("precision", DTYPES)
+@for_each(("loss_in_fp32", "arguments"), [(sharpened, lambda out, y: (out, y)), (contrasted, halves)])
 def test_a_loss_kept_in_fp32(precision, loss_in_fp32, arguments):
     by_torch = new_model()
     optimizer, scaler = new_optimizer(by_torch), new_scaler(enabled=precision == "fp16")
@@ -569,8 +571,8 @@ def test_the_precision_the_hardware_is_good_at(capsys):
 # Torch's own tools around the model
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("precision", DTYPES)
+@for_each("use_reentrant", [False, True])
+@for_each("precision", DTYPES)
 def test_checkpointed_activations(precision, use_reentrant):
     def loss_of(model, x, y, recompute):
         middle = model[0](x)

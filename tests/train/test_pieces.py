@@ -18,6 +18,7 @@ from ampwise.errors import BadInput
 from ampwise.train.batches import BatchPiece, batch_length, split_batch
 from ampwise.train.callback import Callback
 
+from ..for_each import for_each
 from .engine_toys import everything, same, train, training
 
 PADDING = -1
@@ -70,13 +71,13 @@ def test_a_piece_is_a_view_and_no_copy():
     assert second.args[0].data_ptr() == x[4:].data_ptr()
 
 
-@pytest.mark.parametrize("count", [0, -1, 5, True, 2.0, "2", None])
+@for_each("count", [0, -1, 5, True, 2.0, "2", None])
 def test_a_number_of_pieces_that_makes_no_sense_is_refused(count):
     with pytest.raises(BadInput, match=rf"^a batch of 4 cannot be split into {count} pieces\.$"):
         split_batch(count, (torch.ones(4, 2),), {})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("args", "found"),
     [
         ((torch.ones(4), torch.ones(3)), "3, 4"),
@@ -180,8 +181,8 @@ def assert_the_same(cut, whole, away=1e-13):
     assert cut[2] == pytest.approx(whole[2], rel=1e-6)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("pieces", [1, 2, 4, 6])
+@for_each("accumulate", [1, 3])
+@for_each("pieces", [1, 2, 4, 6])
 def test_the_gradient_of_the_pieces_is_that_of_the_whole(pieces, accumulate):
     def batches(number):
         return rows(number), {}
@@ -194,9 +195,9 @@ def token_loss(model, ids, labels):
     return F.cross_entropy(model.tokens(ids).flatten(0, 1), labels.flatten(), ignore_index=PADDING)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("pieces", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["numbers", "tensors"])
+@for_each("accumulate", [1, 3])
+@for_each("pieces", [2, 3, 4])
+@for_each("kind", ["numbers", "tensors"])
 def test_tokens_count_alike_however_they_are_spread_over_the_pieces(pieces, accumulate, kind):
     def weight(ids, labels):
         counted = (labels != PADDING).sum()
@@ -283,7 +284,7 @@ def test_a_step_inside_of_a_piece_is_refused():
         run.engine.step_in_pieces(2, nested, torch.ones(4, 4))
 
 
-@pytest.mark.parametrize("count", [0, 7, "2"])
+@for_each("count", [0, 7, "2"])
 def test_what_is_refused_beforehand_leaves_even_an_open_window_as_it_was(count):
     run = training(accumulate=3, norm=True)
     train(run, 1)
@@ -294,9 +295,9 @@ def test_what_is_refused_beforehand_leaves_even_an_open_window_as_it_was(count):
     assert run.engine.accumulating
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("at", [1, 2, 3])
+@for_each("precision", ["fp32", "fp16"])
+@for_each("where", ["forward", "backward"])
+@for_each("at", [1, 2, 3])
 def test_a_piece_that_fails_leaves_the_engine_as_it_was(precision, where, at):
     run = training(precision, norm=True)
     train(run, 1)

@@ -15,6 +15,8 @@ from ampwise import Engine, Guard, Policy, PrecisionUnavailable
 from ampwise.errors import BadInput
 from ampwise.train.precision.precision import choose_from, other_precisions
 
+from ..for_each import for_each
+
 pytestmark = pytest.mark.usefixtures("small_operations_are_cheap")
 
 KINDS = ["bf16-pure", "bf16-pure,kahan", "bf16-pure,bf16-states", "bf16-pure,kahan,bf16-states"]
@@ -119,7 +121,7 @@ def test_a_skipped_step_changes_nothing(kind, fused):
     assert not same(before, everything(engine))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_fused_and_plain_optimizers_agree(kind):
     one, other = run(kind, fused=True), run(kind, fused=False)
     train(one, 1, 2, 3)
@@ -128,7 +130,7 @@ def test_fused_and_plain_optimizers_agree(kind):
         torch.testing.assert_close(a, b, rtol=0, atol=2**-8)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_a_run_that_was_saved_goes_on_as_if_it_had_not(kind):
     """Model, optimizer and engine in either order; what the optimizer keeps comes back as wide as it was."""
     whole, first = run(kind), run(kind)
@@ -340,7 +342,7 @@ def test_a_state_of_another_rounding_is_refused():
         one.load_state_dict(other.state_dict())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fault", "said"),
     [
         (lambda state: state["rests"].pop(), "belongs to a different set of weights"),

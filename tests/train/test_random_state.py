@@ -6,10 +6,12 @@ import torch
 
 from ampwise.train.random_state import plain_random_state, restore_random
 
+from ..for_each import for_each
+
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("position", [-1, 625, 10**6])
+@for_each("position", [-1, 625, 10**6])
 def test_a_place_outside_of_numpys_words_is_refused(position):
     state = plain_random_state(CPU)
     state["numpy"]["state"]["pos"] = position

@@ -12,6 +12,7 @@ from ampwise.errors import BadInput
 from ampwise.train import buffer_snapshot as conditional
 from ampwise.train.buffer_snapshot import BufferSnapshot, ConditionalCopy
 
+from ..for_each import for_each
 from ..night import NIGHTLY
 
 YES, NO = torch.tensor(1.0), torch.tensor(0.0)
@@ -140,7 +141,7 @@ def test_layers_that_stop_tracking_are_left_alone():
     assert bits(model.buffers()) == spoiled
 
 
-@pytest.mark.parametrize(
+@for_each(
     "model",
     [
         nn.Linear(2, 2),
@@ -149,7 +150,6 @@ def test_layers_that_stop_tracking_are_left_alone():
         nn.InstanceNorm1d(3),
         nn.BatchNorm1d(3, track_running_stats=False),
     ],
-    ids=lambda model: type(model).__name__,
 )
 def test_without_running_statistics_there_is_nothing_to_keep(model):
     kept = BufferSnapshot([model])
@@ -319,7 +319,7 @@ def test_what_is_forgotten_is_not_put_back(forget):
     assert bits(model.buffers()) == spoiled
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         (lambda norms: norms[1:], "statistics of 6 buffers, got 5"),

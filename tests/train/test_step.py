@@ -11,6 +11,7 @@ from torch.optim import SGD
 
 from ampwise import BadInput, Engine
 
+from ..for_each import for_each
 from .engine_toys import OVERFLOW, PRECISIONS, data, train, training
 
 FACTS = ["number", "loss", "skipped", "grad_norm", "scale", "precision", "lr"]
@@ -52,7 +53,7 @@ def test_of_an_open_window_the_loss_is_known_and_nothing_else():
     assert first.lrs == ()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("precision", PRECISIONS)
 def test_the_norm_is_that_before_clipping_in_true_units(precision):
     clipped, free = training(precision, clip_norm=1e-3), training(precision)
     (one,), (other,) = train(clipped, 1), train(free, 1)
@@ -110,7 +111,7 @@ def test_a_history_keeps_the_last_steps_that_were_closed():
     assert (run.engine.applied_steps, run.engine.skipped_steps) == (3, 1)
 
 
-@pytest.mark.parametrize("column", ["loss", "grad_norm", "lr"])
+@for_each("column", ["loss", "grad_norm", "lr"])
 def test_a_column_is_what_the_steps_say(column):
     run = training("bf16")
     steps = train(run, *range(7))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
+from ..for_each import for_each
 from .engine_toys import PRECISIONS, data, everything, same, train, training, weights
 
 
@@ -37,8 +38,8 @@ def over(run, loader, skip=(), stop=None):
 # --- flush ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("clip", [None, 0.05])
+@for_each("precision", PRECISIONS)
 def test_a_window_that_is_flushed_is_one_of_that_size(precision, clip):
     run = training(precision, make=SGD, lr=0.1, accumulate=5, clip_norm=clip)
     train(run, 1, 2, 3)
@@ -67,8 +68,8 @@ def test_flushing_ends_a_micro_batch_that_was_not_applied():
     close(run, mean_of(1, window=1))
 
 
-@pytest.mark.parametrize("as_tensor", [False, True])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@for_each("as_tensor", [False, True])
+@for_each("precision", PRECISIONS)
 def test_weighed_micro_batches_are_the_mean_over_all_their_rows(precision, as_tensor):
     def rows(x, y):
         return torch.tensor(len(x)) if as_tensor else len(x)
@@ -112,7 +113,7 @@ def test_a_window_of_no_weight_at_all_is_skipped():
 # --- batches -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", range(8))
+@for_each("count", range(8))
 def test_the_last_window_is_shorter(count):
     run, twin = training(make=SGD, lr=0.1, accumulate=3), training(make=SGD, lr=0.1, accumulate=3)
     steps = over(run, range(count))

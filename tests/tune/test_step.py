@@ -10,6 +10,8 @@ from ampwise import Policy
 from ampwise.errors import BadInput, UnknownName
 from ampwise.tune.train_case import OPTIMIZERS, TrainingStep, _copy_with_own_code, make_factory, make_optimizer
 
+from ..for_each import for_each
+
 
 def make(batch=8):
     torch.manual_seed(3)
@@ -67,7 +69,7 @@ def test_a_policy_is_on_the_model_inside_only():
     assert seen == [torch.float32, torch.float16]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@for_each("name", OPTIMIZERS)
 def test_each_optimizer_moves_the_weights(name):
     subject = make_factory(make).make()
     before = subject.model[0].weight.detach().clone()

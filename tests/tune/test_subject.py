@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from ampwise.errors import BadInput
 from ampwise.tune.train_case import load_factory, make_factory
 
+from ..for_each import for_each
+
 
 def make(batch=6):
     model = nn.Linear(4, 3)
@@ -90,7 +92,7 @@ def test_an_optimizer_may_be_the_fourth():
     assert isinstance(make_factory(with_optimizer).make().optimizer, torch.optim.SGD)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("made", "told"),
     [
         (None, "it returned None; expected a function that returns the model, a batch"),
@@ -139,7 +141,7 @@ def test_sizes_that_make_no_sense(rows):
         make_factory(make).make().resized(rows)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("batch", "told"),
     [
         (torch.ones(2, 5), r"the batch \(\(2, 5\) float32\) does not fit the loss function: RuntimeError: mat1"),
@@ -204,7 +206,7 @@ def test_what_is_imported_late_is_found_beside_the_file(tmp_path, monkeypatch):
     assert load_factory("project/late_subject.py:make").make().rows == 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     "wrapped", [lambda loss: {"loss": loss}, lambda loss: SimpleNamespace(loss=loss), lambda loss: (loss, "more")]
 )
 def test_a_loss_may_be_in_what_is_returned(wrapped):

@@ -1,9 +1,13 @@
 """torch.compile under the watch: as many graphs, and the same numbers."""
 
+import math
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
+from ampwise import GradScaler
 from ampwise.watch.watch import Watch
 
 
@@ -57,8 +61,72 @@ def test_a_watched_run_has_as_many_graphs(way):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_model_is_seen_to_run():
+@pytest.mark.parametrize("way", ["a module", "in place"])
+def test_a_compiled_model_is_seen_to_run(way):
     with Watch(timing=False) as watch:
-        train("a module")
+        train(way)
     (forward,) = watch._tracker.run_events.forwards
-    assert (forward.model, forward.training) == ("Model", True)
+    assert (forward.model, forward.training, watch._tracker.run_events.forwards[forward]) == ("Model", True, 4)
+
+
+SCALERS = {"torch": torch.amp.GradScaler, "ampwise": GradScaler}
+
+
+def train_with_compiled_step(scaler, *, fused, watched):
+    """Train with ``torch.compile(optimizer.step)``: what was compiled by each step, the weights, and the watch."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    compiled = []
+    with Watch(timing=False) if watched else nullcontext() as watch:
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+        optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
+        scaling = SCALERS[scaler]("cpu", init_scale=64.0) if scaler else None
+        for number in range(8):
+            optimizer.zero_grad()
+            x = torch.ones(4, 8) * (math.inf if number == 5 else 1)
+            loss = model(x).square().mean()
+            (loss if scaling is None else scaling.scale(loss)).backward()
+            if scaling is None:
+                optimizer.step()
+            else:
+                scaling.step(optimizer)
+                scaling.update()
+            compiled.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+    weights = torch.cat([each.detach().flatten() for each in model.parameters()])
+    return compiled, weights, watch
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.half_by_day
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+@pytest.mark.parametrize("scaler", [None, *SCALERS])
+def test_a_compiled_step_is_followed_and_compiled_as_often(scaler, fused):
+    plain, weights, _ = train_with_compiled_step(scaler, fused=fused, watched=False)
+    seen, same, watch = train_with_compiled_step(scaler, fused=fused, watched=True)
+    assert len(set(plain[1:])) == len(set(seen[1:])) == 1, "nothing is compiled again after the first step"
+    assert [number - seen[0][0] for number, _ in seen] == [number - plain[0][0] for number, _ in plain]
+    assert torch.equal(weights, same) or not weights.isfinite().all()
+    assert (watch.steps, watch.failures) == (8, [])
+    (health,) = watch.healths.values()
+    assert health.norms.points[0][1] > 0
+    assert health.streaks.total == 1, "only the bad step was skipped, or spoilt the weights"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_steps_inside_of_a_compiled_function_are_said_to_be_unseen():
+    with Watch(timing=False) as watch:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = torch.compile(lambda: optimizer.step(), backend="eager")
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            step()
+    assert watch.steps == 0
+    assert "No step of an optimizer was seen, perhaps because a compiled function takes them." in str(
+        watch.not_measured()
+    )

@@ -220,8 +220,85 @@ with torch.autograd.detect_anomaly():
         pass
 """,
 }
+SPOILED = """
+    x = torch.rand(6, 4)
+    if step == 2:
+        x[:] = -1
+"""
+LOSS_OF = "(x.sum(-1, keepdim=True) * model(x).square().clamp_min(1e-3)).mean().log()"
+PROGRAMS |= {
+    "a loss in a generator expression": f"""{LOOP}
+def batch(step):
+    return torch.rand(6, 4) if step != 2 else -torch.ones(6, 4)
+
+for loss in (
+    {LOSS_OF}  # guilty
+    for x in map(batch, range(4))
+):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "a lambda that calls backward on its argument": f"""{LOOP}
+go_back = lambda loss: loss.backward()
+for step in range(4):{SPOILED}
+    loss = {LOSS_OF}  # guilty
+    optimizer.zero_grad()
+    go_back(loss)
+    optimizer.step()
+""",
+    "a lambda that computes a loss and calls backward": f"""{LOOP}
+loss_of = lambda x: {LOSS_OF}  # guilty
+go_back = lambda x: loss_of(x).backward()
+for step in range(4):{SPOILED}
+    optimizer.zero_grad()
+    go_back(x)
+    optimizer.step()
+""",
+    "autograd.grad, and weights updated by hand": """
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+for step in range(6):
+    x = torch.rand(6, 4) * (step != 2)
+    loss = (x * model(x).mean()).sum(-1).square().sum().sqrt()  # guilty
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    with torch.no_grad():
+        for weight, gradient in zip(model.parameters(), gradients):
+            weight -= 0.01 * gradient
+""",
+    "a backward pass, and weights updated by hand": """
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+for step in range(6):
+    x = torch.rand(6, 4) * (step != 2)
+    loss = (x * model(x).mean()).sum(-1).square().sum().sqrt()  # guilty
+    loss.backward()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight -= 0.01 * weight.grad
+            weight.grad = None
+""",
+}
+# NumPy prepares the data before the first step; it only warns.
+PREPARED = f"""{LOOP}
+import numpy as np
+from torch.utils.data import TensorDataset
+
+table = np.random.default_rng(0).normal(size=(32, 4))
+table[:, 2] = 3.0
+
+def standardise(table):
+    ratio = np.where(table.std(0) > 1, 1 / table.std(0), 1)  # repaired at once
+    return ((table - table.mean(0)) / table.std(0)).astype(np.float32)  # guilty
+
+data = torch.from_numpy(standardise(table))
+for x in BATCHES:
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
 GUARDS = {
     "compared with itself": "if loss != loss:",
+    "its data compared with itself": "if loss.data != loss.data:",
     "compared with a number": "if not loss < 1e4:",
     "as an array": "if np.isnan(loss.detach().numpy()):",
 }
@@ -261,6 +338,16 @@ def findings_of(tmp_path, monkeypatch, program):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_line_is_named(tmp_path, monkeypatch, program):
     found, guilty = findings_of(tmp_path, monkeypatch, PROGRAMS[program])
+    assert [each.place.line for each in found] == guilty
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize(
+    "batches", ["data.split(8)", "map(torch.stack, DataLoader(TensorDataset(data), batch_size=8))"]
+)
+def test_numpy_s_warning_is_followed_to_the_loss(tmp_path, monkeypatch, batches):
+    with pytest.warns(RuntimeWarning, match="encountered in divide"):
+        found, guilty = findings_of(tmp_path, monkeypatch, PREPARED.replace("BATCHES", batches))
     assert [each.place.line for each in found] == guilty
 
 
@@ -309,6 +396,24 @@ for step in range(40):
 @pytest.mark.parametrize("program", HEALTHY)
 def test_a_healthy_program_has_no_finding(tmp_path, monkeypatch, program):
     assert findings_of(tmp_path, monkeypatch, HEALTHY[program])[0] == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("size", "works"), [(1.0, True), (1e-20, False)])
+def test_a_fix_that_changes_other_batches_does_not_help(tmp_path, monkeypatch, size, works):
+    program = f"""{LOOP}
+for step in range(4):
+    x = torch.rand(6, 4) * (step != 2) * {size}
+    loss = -(x.sum(-1) + 0 * model(x).sum(-1)).log().mean() - model(x).mean()  # guilty
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    (found,), _ = findings_of(tmp_path, monkeypatch, program)
+    assert ("and it works" in found.fix) == works
+    assert ("the loss of an earlier batch is unchanged" in found.fix) == works
+    assert ("did not help" in found.fix) != works
+    assert re.search(r"but the loss of an earlier batch goes from 4\d\.\d+ to 2\d\.\d+", found.fix) is None or not works
 
 
 @pytest.mark.filterwarnings("ignore")

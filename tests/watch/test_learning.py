@@ -52,6 +52,37 @@ def train(model, optimizer, steps=40, draw=batch):
 """
 
 FAULTS = {
+    "a prediction of shape (n, 1) against targets of shape (n)": """
+        model, target = nn.Linear(8, 1), torch.randn(32)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = F.smooth_l1_loss(model(x), target)  # expect: AMP640
+            loss.backward()
+            optimizer.step()
+    """,
+    "the same by hand, and divided": """
+        model, target = nn.Linear(8, 1), torch.randn(32)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = ((target - model(x)) ** 2).mean()  # expect: AMP640
+            loss = loss / 2
+            loss.backward()
+            optimizer.step()
+    """,
+    "a layer replaced in the middle, whose predecessor keeps its gradients": """
+        model = Net()
+        optimizer = Adam(model.parameters(), lr=0.01)  # expect: AMP620
+        for step in range(90):
+            if step == 40:
+                model.head = nn.Linear(16, 4)
+            inputs, labels = batch()
+            loss = F.cross_entropy(model(inputs), labels)
+            model.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
     "a criterion with parameters, forgotten": """
         class Scaled(nn.Module):
             def __init__(self):
@@ -395,6 +426,20 @@ FAULTS = {
 }
 
 FINE = {
+    "as many outputs as samples, and losses over pairs": """
+        model, embed = nn.Linear(8, 32), nn.Linear(8, 1)
+        optimizer = SGD([*model.parameters(), *embed.parameters()], lr=0.01)
+        quantiles = torch.linspace(0.1, 0.9, 32)
+        for _ in range(20):
+            optimizer.zero_grad()
+            (model(x) - torch.randn(32, 1)).square().mean().backward()  # 32 quantiles of each sample
+            F.mse_loss(model(x), torch.randn(32, 32)).backward()
+            z = embed(x)
+            ((z - z.T).abs() - 1.0).square().mean().backward()  # distances of all pairs
+            nearest = (embed(x) - quantiles).square().min(-1).values.mean()  # each to its nearest
+            nearest.backward()
+            optimizer.step()
+    """,
     "a frozen backbone": """
         model = Net()
         model.encoder.requires_grad_(False)

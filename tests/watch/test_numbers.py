@@ -269,8 +269,8 @@ def test_activations_have_their_largest_magnitudes():
             largest = max(largest, float(out.detach().abs().max()))
             out.sum().backward()
             optimizer.step()
-    assert watch.largest["1"] == ("float32", pytest.approx(largest))
-    assert set(watch.largest) == {"0", "1", "Sequential"}
+    assert watch.step_watch.largest["1"] == ("float32", pytest.approx(largest))
+    assert set(watch.step_watch.largest) == {"0", "1", "Sequential"}
 
 
 def test_weights_that_do_not_move_are_counted():

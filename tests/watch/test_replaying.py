@@ -15,9 +15,11 @@ from torch.nn import functional as F
 
 import ampwise
 from ampwise.trace.python_state import attributes_restored
+from ampwise.watch.bad_step_watch import APART
+from ampwise.watch.call_replay import _backward
 from ampwise.watch.findings import is_cause
 from ampwise.watch.model_calls import MOST
-from ampwise.watch.step_replay import APART, _backward, _reset_bad_statistics
+from ampwise.watch.step_replay import _reset_bad_statistics
 from ampwise.watch.watch import Watch
 
 HERE = Path(__file__).name
@@ -385,7 +387,7 @@ def test_weights_whose_last_gradients_nobody_has_read_are_not_called_finite(read
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in (1, 2, 3):
-            watch._gradients._reads.is_due = lambda step=step: step <= read_up_to
+            watch.step_watch.gradients._reads.is_due = lambda step=step: step <= read_up_to
             optimizer.zero_grad()
             (model(torch.ones(2, 4)).mean() + (math.nan if step == 3 else 0.0)).backward()
             optimizer.step()
@@ -523,7 +525,7 @@ def test_a_scaler_that_looks_for_its_scale_is_left_alone(half):
 
 
 def test_no_more_than_a_few_steps_are_replayed(monkeypatch):
-    from ampwise.watch import step_replay
+    from ampwise.watch import bad_step_watch
 
     replayed = []
 
@@ -531,8 +533,8 @@ def test_no_more_than_a_few_steps_are_replayed(monkeypatch):
         replayed.append(step.number)
         return explain(calls, losses, step)
 
-    explain = step_replay._replay
-    monkeypatch.setattr(step_replay, "_replay", counted)
+    explain = bad_step_watch.replay_step
+    monkeypatch.setattr(bad_step_watch, "replay_step", counted)
     watched(lambda: train_in_half(steps=20, bad=range(2, 21)))
     assert replayed == [2, 3, 5, 9, 17]
     assert APART > 20
@@ -653,7 +655,7 @@ def test_a_step_within_the_scripts_own_autocast():
 def test_nothing_is_kept_once_a_step_is_over():
     def script():
         train_in_half(bad=())
-        assert not list(watch._calls)
+        assert not list(watch.step_watch.calls)
 
     with Watch(every=1, timing=False) as watch:
         script()
@@ -665,10 +667,10 @@ def test_of_passes_without_a_step_the_last_few_are_kept():
         _ = torch.optim.SGD(model.parameters(), lr=0.1)
         for x, _ in batches(MOST + 5):
             model(x)
-        kept = [call.args[0] for call in watch._calls]
+        kept = [call.args[0] for call in watch.step_watch.calls]
         assert len(kept) == MOST
         assert kept[-1] is x
-    assert not list(watch._calls)
+    assert not list(watch.step_watch.calls)
 
 
 def test_a_sparse_gradient_of_the_output_stops_no_backward_pass():
@@ -708,7 +710,7 @@ def test_our_engine_explains_its_steps_itself():
 
     watch = watched(script)
     assert [(seen.finding.place.step, seen.first_step) for seen in watch.findings if is_cause(seen.finding)] == [(3, 3)]
-    assert not list(watch._calls)
+    assert not list(watch.step_watch.calls)
 
 
 # The command

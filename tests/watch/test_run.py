@@ -322,6 +322,51 @@ def test_the_rank_that_went_bad_is_named_and_the_others_guess_no_more(write, wat
     assert "another rank" not in " ".join(record.facts["not_measured"])
 
 
+REPLICAS = """
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+torch.manual_seed(0)
+wrapped = DistributedDataParallel(nn.Linear(4, 1))
+sgd = torch.optim.SGD
+through = sgd(wrapped.parameters(), lr=0.1)  # the wrapper is called
+other = DistributedDataParallel(nn.Linear(4, 1))
+past = sgd(other.parameters(), lr=0.1)  # expect: AMP209
+torch.manual_seed(rank)
+seeded = nn.Linear(4, 1)
+averaged = sgd(seeded.parameters(), lr=0.1)  # expect: AMP209
+alone = nn.Linear(4, 1)
+own = sgd(alone.parameters(), lr=0.1)
+for step in range(4):
+    x = torch.randn(8, 4)
+    for model, optimizer in ((wrapped, through), (other.module, past), (alone, own)):
+        optimizer.zero_grad()
+        (model(x) - x.sum()).square().mean().backward()
+        optimizer.step()
+    averaged.zero_grad()
+    seeded(torch.full((2, 4), float(rank))).square().mean().backward()
+    for each in seeded.parameters():
+        distributed.all_reduce(each.grad)
+    averaged.step()
+distributed.destroy_process_group()
+"""
+
+
+def test_replicas_that_differ_are_named_and_models_of_their_own_are_not(write, watched, tmp_path):
+    write(REPLICAS)
+    run = watched("-o", "run", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
+    assert run.returncode == 0, run.stderr
+    found = [seen.finding for seen in Run.read(tmp_path / "run").findings if seen.finding.rule.code == "AMP209"]
+    guilty = [number for number, line in enumerate(REPLICAS.splitlines(), 1) if line.endswith("# expect: AMP209")]
+    assert sorted(each.place.line for each in found) == guilty
+    by_wrapper, by_seed = sorted(found, key=lambda each: each.place.line)
+    assert by_wrapper.message.endswith("although DistributedDataParallel wraps the model")
+    assert by_seed.message.endswith("they are averaged, and the weights were never equal")
+
+
 # Bad input
 
 

@@ -21,6 +21,13 @@ def noisy(n, seed=0, level=2.0, noise=0.1):
     return [level * math.exp(rng.gauss(0, noise)) for _ in range(n)]
 
 
+@pytest.mark.parametrize(("peak", "found"), [(-0.4, 0), (30.0, 1)])
+def test_a_loss_below_zero_jumps_if_it_rises_by_more_than_its_size(peak, found):
+    losses = [-each for each in noisy(200, noise=0.02)]  # as of a critic
+    losses[120] = peak
+    assert watched(losses).count == found
+
+
 def test_one_sudden_jump_is_found_with_its_step():
     losses = noisy(200)
     losses[120] = 20.0

@@ -67,7 +67,7 @@ def test_everything_replaced_is_restored(how, monkeypatch):
     before = entry_points()
     watch = Watch(every=1)
     if how == "a failure of ours":
-        monkeypatch.setattr(watch._gradients, "settle", lambda **options: 1 / 0)
+        monkeypatch.setattr(watch.step_watch.gradients, "settle", lambda **options: 1 / 0)
     with contextlib.suppress(KeyError), watch:
         assert torch.autograd.backward._ampwise
         train(model, lambda: model(torch.ones(1, 2)).sum())

@@ -162,6 +162,7 @@ def _run(words: list[str]) -> int:
             parser.print_help()
             return 0
         flushes = not getattr(args.command, "SCRIPT_OWNS_STREAMS", False)
+        args.words = words
         check_shared(args)
         try:
             return int(args.command.run(args))

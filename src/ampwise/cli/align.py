@@ -21,20 +21,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from typing import TYPE_CHECKING
 
 from ampwise.cli import print_json
 from ampwise.cli._arguments import add_make, count
 from ampwise.finding import terminal
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ampwise.tune.align.result import Alignment
+from ampwise.report.result_view import print_result
 
 GROUP = "Choose a precision"
 NEEDS_TORCH = True
-WRAPPED = 2  # the column with the misaligned sizes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,11 +49,9 @@ def run(args: argparse.Namespace) -> int:
     multiple_for(args.precision, args.to)  # raises before torch is imported
     from ampwise.tune.align.align import align
 
-    def progress(text: str) -> None:
-        if not args.quiet:
-            terminal.say("ampwise: {}", text)
-
-    with contextlib.redirect_stdout(sys.stderr):  # keep what the user's code prints out of our output
+    # Keep what the user's code prints out of our output.
+    showing = terminal.progress_line("making the model", "{}", prefix="ampwise: ", quiet=args.quiet)
+    with showing as progress, contextlib.redirect_stdout(sys.stderr):
         found = align(
             args.make,
             precision=args.precision,
@@ -72,24 +64,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(found.as_dict())
     else:
-        terminal.print_tables(lambda out: _show(out, found))
+        print_result(found)
     return 1 if found.findings else 0
-
-
-def _show(out: Console, found: Alignment) -> None:
-    from ampwise.tune.align.result import HEADINGS
-
-    def say(text: str) -> None:  # without wrapping it, so that it can be searched for
-        out.print(terminal.printable(text), markup=False, highlight=False, soft_wrap=True)
-
-    say(found.head_line)
-    if found.off:
-        table = terminal.table(*HEADINGS)
-        table.columns[WRAPPED].no_wrap = False  # nothing is cut off on a narrow terminal
-        for row in found.rows():
-            table.add_row(*row)
-        out.print()
-        out.print(table)
-        out.print()
-    for line in (*found.to_do(), *(f"remark: {remark}" for remark in found.remarks), found.verdict):
-        say(line)

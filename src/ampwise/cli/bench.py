@@ -35,6 +35,7 @@ from ampwise.cli import print_json
 from ampwise.cli._arguments import add_make, check_precision, count
 from ampwise.errors import BadInput, UnknownName
 from ampwise.finding import terminal
+from ampwise.report.result_view import print_result
 from ampwise.train.precision.names import PLAIN
 
 GROUP = "Choose a precision"
@@ -100,7 +101,6 @@ def run(args: argparse.Namespace) -> int:
             raise BadInput(f"--keep {text}: expected fp32=PATTERN, such as fp32=*.router.")
     from ampwise.tune.bench.bench import bench, progress_on
     from ampwise.tune.bench.page import precisions_page
-    from ampwise.tune.bench.result import show
 
     # Keep what the user's code prints out of our output.
     with contextlib.redirect_stdout(sys.stderr), progress_on(sys.stderr, quiet=args.quiet) as progress:
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result.as_dict())
     else:
-        terminal.print_tables(lambda out: show(out, result))
+        print_result(result)
         if page_path is not None:
             terminal.say("\nWrote {}", page_path, stream=sys.stdout)
     return 1 if any(row.differs for row in result.rows) else 0

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from ampwise.cli import print_json
 from ampwise.errors import BadInput
-from ampwise.finding.terminal import print_tables, printable, say, table
+from ampwise.finding.terminal import printable, say
+from ampwise.report.result_view import ResultTable, print_parts
 
 if TYPE_CHECKING:
     from ampwise.guard.disk.catalog import SavedCheckpoint
@@ -63,13 +64,9 @@ def run(args: argparse.Namespace) -> int:
         print_json({"directory": args.directory, "resume": resume, "checkpoints": [_data(each) for each in found]})
         return 0 if chosen else 1
     if args.verbose and found:
-        from rich.text import Text
-
-        columns = table("name", "step", "saved", "size", "ranks", "precision", "state")
-        columns.columns[-1].no_wrap = False  # a reason may take two lines
-        for each in found:
-            columns.add_row(*(Text(cell) for cell in _cells(each)))  # Text: a [bracket] in a name is not markup
-        print_tables(lambda out: out.print(columns))
+        headings = ("name", "step", "saved", "size", "ranks", "precision", "state")
+        rows = list(map(_cells, found))
+        print_parts([ResultTable(headings=headings, rows=rows, left=range(7), wraps=(6,))])  # a reason may be long
     else:
         for each in found[: len(found) if chosen is None else found.index(chosen)]:
             say("Not from step {} ({}): {}", each.step, each.path.name, each.trouble, stream=sys.stdout)

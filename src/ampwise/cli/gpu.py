@@ -18,20 +18,17 @@ GPU; else 0, also if support is unknown.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.cli import print_json
 from ampwise.cli._arguments import check_gpu
 from ampwise.errors import BadInput, UnknownName
-from ampwise.finding import terminal
 from ampwise.hardware.catalog import COMMON_FORMATS
 from ampwise.report.printers import output_formats, print_findings
+from ampwise.report.result_view import Headline, Line, Part, ResultTable, print_parts
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ampwise.finding import Finding
     from ampwise.hardware import Gpu, Machine
 
 GROUP = "Look up"
@@ -79,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print_json([gpu.as_dict() for gpu in gpus()])
         else:
-            terminal.print_tables(lambda out: _show_list(out, gpus()))
+            print_parts([_catalog(gpus())])
         return 0
     if args.name is not None:
         gpu = gpu_named(args.name)
@@ -87,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print_json(gpu.as_dict())
         else:
-            terminal.print_tables(lambda out: _show_device(out, gpu))
+            print_parts(_device(gpu))
         return 0
     wanted = tuple(dict.fromkeys(fmt.lower() for fmt in args.want))
     use = MachineRequirements(machine=describe_machine(), wanted=wanted)
@@ -98,12 +95,12 @@ def run(args: argparse.Namespace) -> int:
         shown = [finding.as_dict() for finding in findings]
         print_json({"machine": use.machine.as_dict(), "findings": shown})
     else:
-        terminal.print_tables(lambda out: _show_machine(out, use.machine, findings))
+        print_parts([*_machine(use.machine), *findings])
     # This rule is about --want; the others are advice.
     return 1 if any(finding.rule.name == "format-without-tensor-cores" for finding in findings) else 0
 
 
-def _show_machine(out: Console, machine: Machine, findings: Sequence[Finding]) -> None:
+def _machine(machine: Machine) -> Iterator[Part]:
     from ampwise.hardware.cpu import FEATURES
 
     model, instructions = machine.cpu.model or "unknown model", "its BF16 and FP16 instructions are unknown"
@@ -121,25 +118,19 @@ def _show_machine(out: Console, machine: Machine, findings: Sequence[Finding]) -
             f"matmuls in {uses[fp32.matmul_tf32]}, convolutions in {uses[fp32.convolution_tf32]} (torch's defaults; a "
             "script may change them)"
         )
-    _show_facts(out, facts)
+    yield _facts(facts)
     for kind in machine.device_kinds:
         device = kind.first
         label = "compute capability " if device.compute_capability else ""
-        out.print()
-        _say(out, f"{kind.torch_names}  {kind.title}", style="bold")
+        yield Headline(f"{kind.torch_names}  {kind.title}")
         known = f"in the catalog as {device.gpu.id}" if device.gpu else "not in the catalog, so its peaks are unknown"
-        _say(out, f"{label}{device.capability}, {device.memory_bytes / GIB:.1f} GiB, {known}")
+        yield Line(f"{label}{device.capability}, {device.memory_bytes / GIB:.1f} GiB, {known}")
         emulated = f"{device.bf16_claimed}, without emulation: {device.bf16_native}"
-        _say(out, f"torch.cuda.is_bf16_supported(): {emulated}")
+        yield Line(f"torch.cuda.is_bf16_supported(): {emulated}")
         answers = device.tensor_cores
         if device.gpu is None:
             answers.pop("fp32")  # the capability says nothing about it
-        _show_formats(out, answers, device.gpu)
-    if findings:
-        out.print()
-    for finding in findings:
-        _say(out, f"{finding.rule.code} {finding.rule.name}: {finding.message}")
-        _say(out, f"  fix: {finding.fix}")
+        yield _formats(answers, device.gpu)
 
 
 def _torch(machine: Machine) -> str:
@@ -155,8 +146,8 @@ def _torch(machine: Machine) -> str:
     return f"{torch.version} ({built}{driver}){devices}"
 
 
-def _show_device(out: Console, gpu: Gpu) -> None:
-    _say(out, f"{gpu.name}  ({gpu.id})", style="bold")
+def _device(gpu: Gpu) -> Iterator[Part]:
+    yield Headline(f"{gpu.name}  ({gpu.id})")
     label = "compute capability " if gpu.compute_capability else ""
     memory, bandwidth = gpu.figure("memory_bytes"), gpu.figure("memory_bytes_per_s")
     facts = {
@@ -166,51 +157,36 @@ def _show_device(out: Console, gpu: Gpu) -> None:
     }
     if gpu.note:
         facts["note"] = gpu.note
-    _show_facts(out, facts)
-    out.print()
+    yield _facts(facts)
     formats = dict.fromkeys((*COMMON_FORMATS, *(gpu.tensor_core_formats or ())))
-    _show_formats(out, {fmt: gpu.has_tensor_cores(fmt) for fmt in formats}, gpu)
-    out.print()
-    for url in gpu.sources:
-        _say(out, f"source  {url}", style="dim")
+    yield _formats({fmt: gpu.has_tensor_cores(fmt) for fmt in formats}, gpu)
+    yield from (Line(f"source  {url}", "dim") for url in gpu.sources)
 
 
-def _show_formats(out: Console, answers: dict[str, bool | None], gpu: Gpu | None) -> None:
-    """Print a row per format: whether tensor cores take it and, for a catalog device, how fast."""
-    table = terminal.table("format", "tensor cores")
-    for heading in ("dense peak, TFLOP/s", "ridge, FLOP/byte") if gpu else ():
-        table.add_column(heading, justify="right")
+def _formats(answers: dict[str, bool | None], gpu: Gpu | None) -> ResultTable:
+    """Return a row per format: whether tensor cores take it and, for a catalog device, how fast."""
+    rows = []
     for fmt, answer in answers.items():
-        cells = [fmt, ANSWERS[answer]]
+        rows.append([fmt, ANSWERS[answer]])
         if gpu is not None:
             peak, ridge = gpu.figure(fmt), gpu.ridge_figure(fmt)
-            cells += [peak.show(TFLOPS) if peak else "-", ridge.show(digits=0) if ridge else "-"]
-        table.add_row(*cells, style="dim" if answer is False else "")
-    out.print(table)
+            rows[-1] += [peak.show(TFLOPS) if peak else "-", ridge.show(digits=0) if ridge else "-"]
+    speeds = ("dense peak, TFLOP/s", "ridge, FLOP/byte") if gpu else ()
+    styles = ["dim" if answer is False else "" for answer in answers.values()]
+    return ResultTable(
+        headings=("format", "tensor cores", *speeds), rows=rows, left=(0, 1), wraps=(2, 3), styles=styles
+    )
 
 
-def _show_list(out: Console, gpus: Iterable[Gpu]) -> None:
-    table = terminal.table("id", "capability")
-    table.add_column("tensor cores")  # the last two columns may wrap; ids must stay whole to be copied
-    table.add_column("name")
+def _catalog(gpus: Iterable[Gpu]) -> ResultTable:
+    rows = []
     for gpu in gpus:
         formats = gpu.tensor_core_formats
         shown = "unknown" if formats is None else " ".join(fmt for fmt in COMMON_FORMATS if fmt in formats)
-        table.add_row(gpu.id, gpu.capability, shown or "none", gpu.name)
-    out.print(table)
+        rows.append((gpu.id, gpu.capability, shown or "none", gpu.name))
+    headings = ("id", "capability", "tensor cores", "name")
+    return ResultTable(headings=headings, rows=rows, left=range(4), wraps=(2, 3))  # ids stay whole, to be copied
 
 
-def _say(out: Console, text: str, style: str = "") -> None:
-    """Print a line without wrapping it, so that it can be searched for and a URL clicked."""
-    out.print(terminal.printable(text), style=style, markup=False, soft_wrap=True)
-
-
-def _show_facts(out: Console, facts: dict[str, str]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="dim", no_wrap=True)
-    for label, fact in facts.items():
-        grid.add_row(label, Text(terminal.printable(fact)))  # Text: a driver's output is not markup
-    out.print(grid)
+def _facts(facts: dict[str, str]) -> ResultTable:
+    return ResultTable(headings=("", ""), rows=list(facts.items()), left=(0, 1), wraps=(1,))

@@ -23,25 +23,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from typing import TYPE_CHECKING
 
 from ampwise.cli import print_json
 from ampwise.cli._arguments import add_make, check_precision, count
 from ampwise.errors import BadInput, UnknownName
 from ampwise.finding import terminal
+from ampwise.report.result_view import print_result
 from ampwise.train.low_bit.pure_bf16 import OPTIONS, PURE, split_precisions
 from ampwise.train.precision.names import EMULATE, PLAIN
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ampwise.tune.memory.result import MemoryEstimate
 
 GROUP = "Choose a precision"
 NEEDS_TORCH = True
 OPTIMIZERS = (
     *("adamw", "adam", "sgd", "sgd-momentum", "adamw8bit", "adamw4bit", "adamwfp8", "adam8bit", "adam4bit", "adamfp8"),
-    *("lion", "adafactor"),
+    *("lion", "muon", "adafactor"),
 )
 SIZES = {
     "layers": "number of layers",
@@ -121,29 +116,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result.as_dict())
     else:
-        terminal.print_tables(lambda out: _show(out, result))
+        print_result(result)
     fits_nowhere = all(str(each.fits) == "no" for each in result.estimates)
     return 1 if args.gpu is not None and fits_nowhere else 0
-
-
-def _show(out: Console, result: MemoryEstimate) -> None:
-    from ampwise.tune.memory.result import CAPTION, headline, lines, title, verdicts
-
-    def say(text: str, style: str = "") -> None:
-        out.print(terminal.printable(text), style=style, markup=False, emoji=False)
-
-    say(headline(result), style="bold")
-    for batch in result.batches:
-        out.print()
-        table = terminal.table(title(result, batch))
-        for precision in result.precisions:
-            table.add_column(precision, justify="right", no_wrap=True)
-        table.add_column("basis", style="dim", no_wrap=True)
-        for line in lines(result, batch):
-            table.add_row(line.label, *line.cells, line.basis, style="bold" if line.strong else "")
-        out.print(table)
-    out.print()
-    for verdict in verdicts(result):
-        say(verdict)
-    for note in (CAPTION, *result.notes):
-        say(note, style="dim")

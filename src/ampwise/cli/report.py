@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ampwise.cli import print_json
 from ampwise.cli._arguments import RUNS
 from ampwise.errors import BadInput
-from ampwise.finding.terminal import console, print_tables, printable, say, table, wants_colour, write
+from ampwise.finding.terminal import console, printable, say, wants_colour, write
 
 if TYPE_CHECKING:
     from ampwise.runs.reader import Run
@@ -105,9 +105,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace, records: list[Path]) -> int:
     """List the runs in a folder, newest first, a line each."""
-    from rich.text import Text
-
     from ampwise.report.formatting import format_time
+    from ampwise.report.result_view import ResultTable, print_parts
     from ampwise.report.run_facts import steps_of
     from ampwise.report.verdict import worst_first
     from ampwise.runs.reader import Run
@@ -129,14 +128,15 @@ def _list(args: argparse.Namespace, records: list[Path]) -> int:
     if args.json:
         print_json({"runs": rows})
         return 0
-    lines = table("run", "started (UTC)", "script", "steps", "ended", "worst finding")
+    headings = ("run", "started (UTC)", "script", "steps", "ended", "worst finding")
+    lines = []
     for row in rows:
         more = f" and {row['findings'] - 1} more" if row.get("findings", 0) > 1 else ""
         worst = f"{row['worst']}{more}" if row.get("worst") else "none" if "worst" in row else ""
         started = format_time(str(row.get("created") or ""))[:16]  # to the minute
         cells = (row["run"], started, row.get("script") or "", row.get("steps", ""), row["status"], worst)
-        lines.add_row(*(Text(printable(str(cell))) for cell in cells))
-    print_tables(lambda out: out.print(lines))
+        lines.append([str(cell) for cell in cells])
+    print_parts([ResultTable(headings=headings, rows=lines, left=range(len(headings)))])
     left_out = len(records) - len(rows)
     older = f" {left_out:,} older ones are not listed." if left_out else ""
     say("`ampwise report {}` shows one.{}", records[0], older, stream=sys.stdout)

@@ -34,8 +34,9 @@ from typing import TYPE_CHECKING
 from ampwise.cli import INTERRUPTED, print_json
 from ampwise.cli._arguments import add_make, count
 from ampwise.errors import BadInput
-from ampwise.finding.terminal import print_tables, say
+from ampwise.finding.terminal import say
 from ampwise.numbers.formats import find_format
+from ampwise.report.result_view import print_result
 
 if TYPE_CHECKING:
     from ampwise.tune.search.result import SearchResult
@@ -110,14 +111,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = _search(args, formats, part)
     except KeyboardInterrupt:
-        say("\nampwise: interrupted; resume with: {}", _command(args))
+        words = [word for word in args.words if word != "--resume"]
+        say("\nampwise: interrupted; resume with: {}", shlex.join(["ampwise", *words, "--resume"]))
         return INTERRUPTED
     if args.json:
         print_json(found.as_dict())
     else:
-        from ampwise.tune.search.text import show
-
-        print_tables(lambda out: show(out, found))
+        print_result(found)
     if args.output:  # after printing, so that the result is not lost if the file cannot be written
         found.save(args.output)
         if not args.json:
@@ -159,15 +159,3 @@ def _search(args: argparse.Namespace, formats: list[str], part: Path) -> SearchR
             progress=progress,
             name=args.make,
         )
-
-
-def _command(args: argparse.Namespace) -> str:
-    """Return the command line that resumes this search."""
-    words = ["ampwise", "search", args.make]
-    for option in (*DEFAULTS, "trials", "gpu", "device", "output"):
-        if getattr(args, option) not in (None, "", DEFAULTS.get(option)):
-            words += [f"--{option}", str(getattr(args, option))]
-    for pattern in args.modules:
-        words += ["--modules", pattern]
-    words += [f"--{option}" for option in ("force", "json", "quiet") if getattr(args, option)]
-    return shlex.join([*words, "--resume"])

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from ampwise.finding import Place
 
-__all__ = ["CallSite"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSite:

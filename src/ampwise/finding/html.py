@@ -13,22 +13,6 @@ from itertools import zip_longest
 from ampwise.finding import Finding
 from ampwise.finding.terminal import printable
 
-__all__ = [
-    "COLOURS",
-    "badge",
-    "bold",
-    "box",
-    "code",
-    "facts_html",
-    "finding_html",
-    "headline",
-    "paragraph",
-    "prose",
-    "source",
-    "table",
-    "text",
-]
-
 # One colour, one meaning, as on the pages: what a format makes of values, severities and "ok", the marked line.
 COLOURS = {"lost": "#c2418b", "subnormal": "#dd9fc4", "normal": "#3f929c", "overflow": "#7564c8"}
 TINTS = {"error": "#d9433a", "warning": "#cf8a0a", "info": "#7a8a9b", "ok": "#2f9a60"}

@@ -9,8 +9,6 @@ import contextlib
 
 from ampwise.finding.terminal import printable, printable_lines, say
 
-__all__ = ["log", "log_if_configured", "log_once"]
-
 _SAID: set[str] = set()  # by log_once, in this process
 
 

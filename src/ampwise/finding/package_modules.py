@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-__all__ = ["module_names"]
-
 
 def module_names(folders: Iterable[str]) -> list[str]:
     """Return the names of the public modules and packages in a package's ``__path__``.

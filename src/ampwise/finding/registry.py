@@ -30,19 +30,6 @@ from ampwise.errors import UnknownName
 from ampwise.finding import Finding, Findings, Rule
 from ampwise.finding.package_modules import module_names
 
-__all__ = [
-    "all_rules",
-    "built_in_rules",
-    "checks_for",
-    "checks_of",
-    "find_rule",
-    "found_by",
-    "rule_groups",
-    "rule_modules",
-    "run_checks",
-    "source_rules",
-]
-
 Check = Callable[[Any], Findings]
 GROUP = "ampwise.rules"  # the package of our rules, and the entry-point group of plugins
 SOURCE_CHECK = "check_source"

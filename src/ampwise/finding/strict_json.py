@@ -11,8 +11,6 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["SCHEMA_VERSION", "dumps", "loads", "refuse_many", "refuse_surrogates", "to_json_types"]
-
 SCHEMA_VERSION = 1  # of the objects that commands print with --json; cli/_schemas describes them
 DEEPEST = 50  # data nested deeper is a mistake, or contains itself
 MOST = 1_000_000  # lists and objects in a file: each takes up to 250 bytes of memory, but as few as 3 in the file

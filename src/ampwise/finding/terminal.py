@@ -24,27 +24,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = [
-    "OutputError",
-    "console",
-    "encodable",
-    "flush",
-    "output_errors",
-    "paint",
-    "print_tables",
-    "printable",
-    "printable_lines",
-    "progress_line",
-    "redraw",
-    "say",
-    "shortened",
-    "start_line",
-    "table",
-    "wants_colour",
-    "write",
-    "write_exact",
-]
-
 PIPE_WIDTH = 110  # width where it is unknown: a file, a pipe, a CI log
 NARROWEST = 80  # narrower, a wrapped table still shows everything and a squeezed one does not
 

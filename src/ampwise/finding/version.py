@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["NAME", "installed_version"]
-
 NAME = "ampwise"
 
 

@@ -30,8 +30,8 @@ from ampwise.guard.rank_agreement import AgreedStep, RankAgreement
 from ampwise.guard.reporter import EventReporter
 from ampwise.guard.snapshots import MemorySnapshot, MemorySnapshots
 from ampwise.guard.state import LiveState, TrainingState
+from ampwise.guard.training import GuardedTraining
 from ampwise.runs.plain_data import to_json
-from ampwise.train.engine import Engine
 
 NAMED = 5  # tensors named in a finding
 LATE_S = 1.0  # a delay that is not reported
@@ -211,7 +211,7 @@ class GuardedRun(NamedTuple):
     """What all parts of a guard work on."""
 
     directory: Path
-    engine: Engine
+    engine: GuardedTraining
     state: TrainingState
     agreement: RankAgreement
     reporter: EventReporter

@@ -229,6 +229,11 @@ class DataPosition:
         self.passed_over: list[BatchIndex] = []
         self.fetched = 0  # batches fetched by this process
 
+    @property
+    def is_used(self) -> bool:
+        """Whether guard.batches() hands out the data."""
+        return self._data is not None
+
     def begin(self) -> None:
         """Read which batches an earlier run has left out."""
         if not self._path.exists():
@@ -353,3 +358,7 @@ class DataPosition:
     @property
     def epoch(self) -> int:
         return 0 if self._data is None else self._data.epoch
+
+    @property
+    def index(self) -> int:
+        return -1 if self._data is None else self._data.index

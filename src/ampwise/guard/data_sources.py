@@ -171,7 +171,8 @@ class _Counted(BatchSource):
 
 def source_of(loader: Any) -> BatchSource:
     """Return the source for a loader: the first kind that fits."""
-    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+    inner = getattr(loader, "base_dataloader", loader)  # Accelerate's wrapper has methods that its loader may lack
+    if callable(getattr(inner, "state_dict", None)) and callable(getattr(inner, "load_state_dict", None)):
         return _Stateful(loader)
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise BadInput(f"Data({type(loader).__name__}): expected a loader, a list or an iterator.")

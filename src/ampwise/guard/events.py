@@ -194,13 +194,15 @@ class TrainingStopped(GuardEvent, name="training-stopped", level="error"):
     capsule: str = ""  # path of the saved bad step
     build: str = ""  # the function that builds its model, for `ampwise replay`
     checkpoint: str = ""  # path of the newest good checkpoint
+    not_widened: str = ""  # why a wider precision was not tried
     exit_code: int = STOPPED_EXIT_CODE
 
     @property
     def message(self) -> str:
         rungs = ", ".join(map(_one_line, self.tried))
         tried = f"tried without success: {rungs}" if rungs else "nothing else is allowed"
-        return f"training was stopped: {_one_line(self.cause)}; {tried}"
+        kept = f"; the guard cannot change the precision: {_one_line(self.not_widened)}" if self.not_widened else ""
+        return f"training was stopped: {_one_line(self.cause)}; {tried}{kept}"
 
     @property
     def advice(self) -> str:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
@@ -23,16 +23,18 @@ from ampwise.guard.checkpointing import Checkpointing, GuardedRun, Interval, sec
 from ampwise.guard.data_position import DataPosition
 from ampwise.guard.disk.catalog import SavedCheckpoint, checkpoints, clear_leftovers
 from ampwise.guard.disk.lock import DirectoryLock
-from ampwise.guard.events import GuardEvent, LockTakenOver, Preempted, RankLost, StepOutOfMemory
+from ampwise.guard.events import GuardEvent, LockTakenOver, Preempted, RankLost
 from ampwise.guard.ladder import Ladder, LadderFacts
+from ampwise.guard.memory_retry import MemoryRetry
 from ampwise.guard.rank_agreement import LostRank, RankAgreement
 from ampwise.guard.recovery import CAPSULES, Recovery
 from ampwise.guard.reporter import EventReporter, OnEvent
 from ampwise.guard.resuming import CheckpointLoader
 from ampwise.guard.script_changes import ScriptChanges
+from ampwise.guard.script_loop import ScriptLoop
 from ampwise.guard.state import AveragedModels, TrainingState
 from ampwise.guard.stopping import STOPPED_EXIT_CODE, Signals, Stopped, Watchdog
-from ampwise.train.batches import batch_length
+from ampwise.guard.training import GuardedTraining
 from ampwise.train.callback import Callback
 from ampwise.train.engine import Engine
 from ampwise.train.step import Step
@@ -44,8 +46,14 @@ class Guard(Callback):
     """Keep a training run going: checkpoints, rollback, and the recovery ladder.
 
     Args:
-        engine: the engine that trains.
-        directory: where checkpoints are written; one run each.
+        engine: the engine that trains, if there is one.
+        directory: where checkpoints are written; one run each. For a loop without an engine, this comes first.
+        model: a model, or several, that your own loop trains; likewise ``optimizer``, ``scheduler`` and ``scaler``.
+        optimizer: see ``model``.
+        scheduler: one or several. ``guard.step`` steps them once per step, and not when a step is skipped.
+        scaler: torch's GradScaler or ampwise's, if the loop has one.
+        clip_norm: for ``guard.step(loss)``: clip unscaled gradients by their norm.
+        accumulate: for ``guard.step(loss)``: how many micro-batches make a step. Their losses are averaged.
         every: how often to write a checkpoint: "10min", "2h", "500 steps". All ranks write it together, in the
             background; it appears in the directory only when it is complete.
         keep: how many to keep, besides the last good one.
@@ -69,7 +77,7 @@ class Guard(Callback):
     Raises:
         BadInput: an argument does not fit, or the checkpoint does not fit the script.
 
-    >>> import tempfile
+    >>> import tempfile, torch
     >>> model = torch.nn.Linear(4, 1)
     >>> engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32")
     >>> with Guard(engine, tempfile.mkdtemp()) as guard:
@@ -77,13 +85,28 @@ class Guard(Callback):
     ...         step = guard.step(lambda x: model(x).square().mean(), batch)
     >>> guard.last_checkpoint.step
     3
+
+    A loop without an engine:
+
+    >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    >>> with Guard(tempfile.mkdtemp(), model=model, optimizer=optimizer) as guard:
+    ...     for batch in guard.batches([torch.ones(8, 4)], epochs=3):
+    ...         step = guard.step(model(batch).square().mean())
+    >>> step.number, step.applied
+    (3, True)
     """
 
     def __init__(
         self,
-        engine: Engine,
-        directory: str | os.PathLike[str],
+        engine: Engine | str | os.PathLike[str] | None = None,
+        directory: str | os.PathLike[str] | None = None,
         *,
+        model: Module | Sequence[Module] | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
         every: str | float = "10min",
         keep: int = 3,
         snapshot_every: int = 100,
@@ -99,19 +122,41 @@ class Guard(Callback):
         exit_code: int = 0,
         patience: str | float = "30min",
     ) -> None:
-        if not isinstance(engine, Engine):
+        loop = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "scaler": scaler,
+            "clip_norm": clip_norm,
+        }
+        if isinstance(engine, str | os.PathLike) and directory is None:
+            engine, directory = None, engine
+        if directory is None or (engine is None and (model is None or optimizer is None)):
+            raise BadInput(
+                "Guard(): expected an engine and a directory, Guard(engine, 'checkpoints'), or the parts of a loop, "
+                "Guard('checkpoints', model=model, optimizer=optimizer)."
+            )
+        if engine is not None and not isinstance(engine, Engine):
             raise BadInput(f"Guard({type(engine).__name__}): expected an ampwise.Engine, then the directory.")
+        if engine is not None and (given := [name for name, each in loop.items() if each is not None]):
+            raise BadInput(
+                f"Guard(engine, {given[0]}=...): the engine has its own. Leave it out, or leave out the engine."
+            )
         for name, count in (("keep", keep), ("snapshot_every", snapshot_every)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise BadInput(f"Guard({name}={count!r}): expected a whole number, 1 or more.")
-        self._engine, self.directory = engine, Path(directory)
+        self.loop = ScriptLoop(**loop, accumulate=accumulate) if engine is None else None
+        training = self._engine = engine or cast(GuardedTraining, self.loop)
+        self.directory = Path(directory)
         self._ladder = Ladder() if ladder is None else ladder
-        self._resumes, self._splits, self._exit_code = resume, split, exit_code
+        self._resumes, self._exit_code = resume, exit_code
         patience_s = seconds(patience, "patience")
-        self._agreement = RankAgreement(engine.ranks, patience_s)
+        self._agreement = RankAgreement(training.ranks, patience_s)
         prints = self._agreement.rank == 0
         self._reporter = EventReporter(on_event, prints=prints)
-        run = GuardedRun(self.directory, engine, TrainingState(engine, state or {}), self._agreement, self._reporter)
+        run = GuardedRun(
+            self.directory, training, TrainingState(training, state or {}), self._agreement, self._reporter
+        )
         self._checkpointing = Checkpointing(
             run,
             every=Interval.checked(every),
@@ -120,7 +165,7 @@ class Guard(Callback):
             snapshots_on=snapshots_on,
             extra_state=self._extra_state,
         )
-        self._changes = ScriptChanges(engine, state or {}, override)
+        self._changes = ScriptChanges(training, state or {}, override)
         self._position = DataPosition(
             self.directory, writes=prints, log=self._reporter.log, override=self._changes.overrides("data")
         )
@@ -129,13 +174,12 @@ class Guard(Callback):
         self._signals = Signals(signals, seconds(signal_grace, "signal_grace"))
         self._lock = DirectoryLock(self.directory)
         self._watchdog = Watchdog(patience_s, self._report_silence) if self._agreement.distributed else None
-        self._lag = 0 if engine.device.type == "cpu" else 1  # steps until the host has a step's results
+        # Steps until the host has a step's results; the optimizer of a loop has waited for them.
+        self._lag = 0 if engine is None or engine.device.type == "cpu" else 1
+        self._retry = MemoryRetry(engine, self._reporter, splits=split, distributed=self._agreement.distributed)
         self._unjudged: deque[Step] = deque()
-        self._microbatches: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
-        self._pieces = 1  # pieces each batch is split into
         self._wait_for_disk = True
         self._stop_requested = False  # some rank received a signal
-        self._updating = False  # weights and optimizer state are being written: a step that fails now is half done
         self._number = 0  # the last completed step
         self._averages = AveragedModels(state or {})
         self._attached = self._started = self._closed = False
@@ -300,12 +344,15 @@ class Guard(Callback):
         """Whether a signal was caught and there are no other ranks to agree with."""
         return bool(self._signals.caught) and not self._agreement.distributed
 
-    def step(self, loss_fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
-        """Run ``engine.step``, and retry with less memory if it runs out. Plain ``engine.step`` is guarded as well.
+    def step(self, loss: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Step:
+        """Take a step: backward pass, unscaling, clipping, update, schedulers. A bad one changes nothing.
+
+        Of an Engine: ``guard.step(loss_fn, x, y)`` runs ``engine.step``, and retries with less memory if it runs out.
+        Plain ``engine.step`` is guarded as well. Of a model and an optimizer: ``guard.step(loss)``.
 
         Args:
-            loss_fn: returns the loss.
-            *args: the batch, passed to it.
+            loss: of a plain loop, the loss of this batch; with an engine, the function that returns it.
+            *args: the batch, passed to that function.
             **kwargs: likewise, by name.
 
         Returns:
@@ -314,24 +361,52 @@ class Guard(Callback):
         Raises:
             Stopped: no rung of the ladder helped.
         """
+        if self.loop is not None:
+            return self._end_loop_step(self._begun_loop("step").train_on, loss)
         self.begin()
-        self._microbatches.append((loss_fn, args, kwargs))
         try:
-            return self._run(loss_fn, args, kwargs)
+            return self._retry.step(loss, args, kwargs, number=self._number + 1)
         except BaseException as error:
-            if self._may_run_again(error):
-                return self._with_less_memory(error)
-            self._forget_microbatches()
             if self._is_lost_rank(error):
                 self._stop_for_lost_rank(error)
             raise
 
-    def _forget_microbatches(self) -> None:
-        """Drop a batch that failed, and the micro-batches accumulated with it."""
-        if self._engine.accumulating:
-            self._microbatches.pop()
-        else:
-            self._microbatches.clear()
+    def end_step(self, loss: Tensor | float) -> Step:
+        """End a step of a loop that runs ``loss.backward()``, ``optimizer.step()`` and the like itself.
+
+        Call it once for each step, after ``scaler.update()``. If a gradient was not finite, ``optimizer.step()`` has
+        changed nothing; step the scheduler only ``if step.applied``.
+
+        Args:
+            loss: of the step.
+
+        Returns:
+            the step.
+
+        Raises:
+            Stopped: no rung of the ladder helped.
+        """
+        return self._end_loop_step(self._begun_loop("end_step").end_step, loss)
+
+    def _begun_loop(self, name: str) -> ScriptLoop:
+        if self.loop is None:
+            raise BadInput(
+                f"guard.{name}(loss) is for Guard(model=..., optimizer=...): an engine ends its steps itself."
+            )
+        if not self._started or self._closed:
+            raise BadInput(
+                f"guard.{name}(loss) before the guard has begun, or after it: write the loop inside `with guard:`, or "
+                "take its batches from guard.batches(loader)."
+            )
+        return self.loop
+
+    def _end_loop_step(self, end: Callable[[Any], Step], loss: Any) -> Step:
+        step = end(loss)
+        if step.closed:
+            self.after_step(step)
+            if not self._position.is_used:
+                self.on_step_begin()
+        return step
 
     def alive(self) -> None:
         """Reset the watchdog. Call it on every rank during an evaluation that takes longer than ``patience``."""
@@ -377,6 +452,16 @@ class Guard(Callback):
         """Epoch of the batch that ``batches`` yielded last, from 0."""
         return self._position.epoch
 
+    @property
+    def batch(self) -> int:
+        """Index in its epoch of the batch that ``batches`` yielded last, from 0; -1 before the first."""
+        return self._position.index
+
+    @property
+    def number(self) -> int:
+        """Number of the last completed step; a rollback lowers it."""
+        return self._number
+
     def __repr__(self) -> str:
         return shortened(f"<Guard of {self._engine!r} in {self.directory}, step {self._number:,}>", 400)
 
@@ -384,20 +469,19 @@ class Guard(Callback):
 
     def on_step_begin(self) -> None:
         """Before the next step: stop if a signal asked for it, and save the state if it is due."""
-        self._updating = False
+        self._retry.updating = False
         if self._stop_requested:
             self._preempted()
         self._checkpointing.keep_wanted()
 
     def before_update(self, number: int, loss: Tensor | None) -> None:
         """Make the device wait for snapshot copies that are still running."""
-        self._updating = True
+        self._retry.updating = True
         self._checkpointing.snapshots.before_update()
 
     def after_step(self, step: Step) -> None:
         """After a step: judge the latest step whose results the host has."""
-        self._updating = False
-        self._microbatches.clear()
+        self._retry.step_ended()
         self._number = step.number
         self._position.closed(step.number)
         self._unjudged.append(step.bare())
@@ -482,48 +566,3 @@ class Guard(Callback):
     def _report_silence(self, silent: float) -> None:
         self._report_lost_rank(silent, "no step was completed")
         self._reporter.close()  # the process ends at once: let on_event take this event first
-
-    # Out of memory
-
-    def _run(self, loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
-        if self._pieces == 1:
-            return self._engine.step(loss_fn, *args, **kwargs)
-        return self._engine.step_in_pieces(min(self._pieces, batch_length(args, kwargs)), loss_fn, *args, **kwargs)
-
-    def _with_less_memory(self, error: BaseException) -> Step:
-        """Run the accumulated batches again: first unchanged, after freeing cached memory; then split in halves."""
-        what, first = (str(error) or type(error).__name__).splitlines()[0], True
-        if self._agreement.distributed:  # other ranks may have exchanged some of its gradients
-            self._halve(error, what)
-        while True:
-            self._engine.drop_window()
-            error.__traceback__ = None  # it keeps the step's tensors alive
-            gc.collect()
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
-            if not first:
-                self._halve(error, what)
-            first = False
-            try:
-                return [self._run(*batch) for batch in list(self._microbatches)][-1]
-            except BaseException as again:
-                if not self._may_run_again(again):
-                    self._forget_microbatches()
-                    raise
-                error = again
-
-    def _may_run_again(self, error: BaseException) -> bool:
-        """Whether it ran out of memory during a step, before weights or optimizer state were written."""
-        return (
-            isinstance(error, torch.OutOfMemoryError | MemoryError) and bool(self._microbatches) and not self._updating
-        )
-
-    def _halve(self, error: BaseException, what: str) -> None:
-        longest = max(batch_length(args, kwargs) for _, args, kwargs in self._microbatches) if self._splits else 0
-        may = self._splits and self._pieces < longest and not self._agreement.distributed
-        pieces = min(self._pieces * 2, longest) if may else self._pieces
-        self._reporter.report(StepOutOfMemory(step=self._number + 1, pieces=pieces, error=what, splits=may))
-        if not may:
-            self._forget_microbatches()
-            raise error
-        self._pieces = pieces

@@ -22,10 +22,11 @@ from ampwise.guard.events import (
 )
 from ampwise.guard.ladder import Ladder, LadderFacts, LadderState, RecoveryAction
 from ampwise.guard.resuming import CheckpointLoader
+from ampwise.guard.script_loop import SCRIPTS_OWN
 from ampwise.guard.stopping import STOPPED_EXIT_CODE, Stopped
+from ampwise.guard.training import GuardedTraining
 from ampwise.trace.capsule.saving import Capsules
 from ampwise.trace.value_ranges import local_shard
-from ampwise.train.engine import Engine
 from ampwise.train.low_bit.pure_bf16 import PURE
 from ampwise.train.precision.policy import Policy
 from ampwise.train.precision.precision import EMULATE, precisions_of
@@ -154,7 +155,8 @@ class Recovery:
             live = self._training_state.live()
             values = {name: local_shard(tensor) for name, tensor in live.tensors.items() if name not in live.transient}
             changes = self._last_applied > good.step or bool(non_finite_tensors(values, live.moving))
-            goes_back = any(self._agreement.gather(changes))
+            # A script's own step cannot be traced: its batches may be at fault, and nothing else can be tried.
+            goes_back = any(self._agreement.gather(changes)) or self._engine.precision == SCRIPTS_OWN
         policy = self._wider(found.patterns, found.narrow)
         spike = facts.spike and not facts.bad
         streak = len(self.standing.streak)
@@ -273,12 +275,13 @@ class Recovery:
                 capsule=self._capsule,
                 build=self._build,
                 checkpoint="" if good is None else str(good.path),
+                not_widened=self._engine.precision_locked_because if self._ladder.change_precision else "",
             )
         )
         raise Stopped(STOPPED_EXIT_CODE, stopped.message)
 
 
-def _too_narrow(engine: Engine) -> tuple[str, ...]:
+def _too_narrow(engine: GuardedTraining) -> tuple[str, ...]:
     """Return the FP8 layers that a finding is about."""
     layers = engine.fp8_layers
     places = (finding.place.module for finding in (engine.findings if layers else ()))

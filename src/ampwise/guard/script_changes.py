@@ -14,8 +14,9 @@ import torch
 from torch.optim import Optimizer
 
 from ampwise.errors import BadInput
+from ampwise.guard.script_loop import SCRIPTS_OWN
+from ampwise.guard.training import GuardedTraining
 from ampwise.runs.plain_data import from_json, to_json
-from ampwise.train.engine import Engine
 from ampwise.train.precision.policy import Policy
 
 PARTS = ("precision", "optimizer", "schedulers", "scaler", "state", "data")
@@ -39,7 +40,7 @@ class ScriptChanges:
     initially, which is why a checkpoint stores those, too. A setting overridden once stays overridden.
     """
 
-    def __init__(self, engine: Engine, names: Iterable[str], override: Iterable[str]) -> None:
+    def __init__(self, engine: GuardedTraining, names: Iterable[str], override: Iterable[str]) -> None:
         self._engine, self._names = engine, frozenset(names)
         options = {key for each in engine.optimizers for group in each.param_groups for key in group} - {"params"}
         given = [override] if isinstance(override, str) else list(override)
@@ -79,6 +80,13 @@ class ScriptChanges:
         It is the checkpoint's, also if the guard has changed it since the start. If the script has changed it, that
         needs override=['precision'].
         """
+        saved_by, engine = plain["engine"]["precision"], self._engine.precision
+        if SCRIPTS_OWN in (saved_by, engine) and saved_by != engine:
+            kinds = {True: "a loop of the script's own (model=..., optimizer=...)", False: "an Engine"}
+            raise BadInput(
+                f"it was saved by the guard of {kinds[saved_by == SCRIPTS_OWN]}, and this is one of "
+                f"{kinds[engine == SCRIPTS_OWN]}. Name another directory."
+            )
         now, guard = Policy.from_dict(plain["engine"]["policy"]), plain.get("guard") or {}
         before = guard.get("policies_before") or ()
         then, here = (Policy.from_dict(before[0]) if before else now), self._policy

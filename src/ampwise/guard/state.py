@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from ampwise.errors import AmpwiseError, BadInput, UnsupportedTensor
+from ampwise.guard.training import GuardedTraining
 from ampwise.runs.plain_data import Encoded, PlainDecoder, PlainEncoder
 from ampwise.runs.tensor_files import as_stored, dtype_named, from_stored, original_dtype
 from ampwise.trace.value_ranges import local_shard
-from ampwise.train.engine import Engine
 from ampwise.train.precision.policy import modules_with_wrappers, named_modules
 from ampwise.train.step import Step
 
@@ -45,7 +45,7 @@ class LiveState:
 class TrainingState:
     """State of an engine and of further objects with ``state_dict`` and ``load_state_dict``."""
 
-    def __init__(self, engine: Engine, others: Mapping[str, Any]) -> None:
+    def __init__(self, engine: GuardedTraining, others: Mapping[str, Any]) -> None:
         self._engine, self._others = engine, dict(others)
         for name, other in others.items():
             if not isinstance(name, str) or not name.isidentifier():

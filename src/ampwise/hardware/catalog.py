@@ -14,18 +14,6 @@ from typing import Any
 
 from ampwise.errors import UnknownName
 
-__all__ = [
-    "COMMON_FORMATS",
-    "Figure",
-    "Gpu",
-    "compute_capability",
-    "find_gpu",
-    "gpu_named",
-    "gpus",
-    "nvidia_tensor_cores",
-    "other_variants",
-]
-
 # The formats for training; ``tensor_cores`` reports on each of them for every device.
 COMMON_FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
 

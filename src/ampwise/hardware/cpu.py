@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BF16_FEATURES", "FEATURES", "Cpu", "describe_cpu", "parse_cpuinfo", "parse_sysctl"]
-
 # The flags of /proc/cpuinfo that matter, in the order in which they are shown.
 FEATURES = {
     "amx_bf16": "BF16 matrix tiles",

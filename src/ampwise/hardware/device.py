@@ -8,8 +8,6 @@ from typing import Any
 
 from ampwise.hardware.catalog import COMMON_FORMATS, Gpu, compute_capability, nvidia_tensor_cores
 
-__all__ = ["CudaDevice", "DeviceKind", "Fp32Switches", "group_devices"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaDevice:

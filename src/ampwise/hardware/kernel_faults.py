@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-__all__ = ["KernelFault", "faults_here", "kernel_faults"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFault:

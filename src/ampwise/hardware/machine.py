@@ -17,8 +17,6 @@ from ampwise.hardware.device import CudaDevice, DeviceKind, group_devices
 from ampwise.hardware.programs import find_program
 from ampwise.hardware.torch_info import TorchInfo, read_torch
 
-__all__ = ["Machine", "MachineRequirements", "describe_machine", "driver_version", "parse_driver_version"]
-
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 PROGRAM = "nvidia-smi"
 QUERY = ("--query-gpu=driver_version", "--format=csv,noheader")

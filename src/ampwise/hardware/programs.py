@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["absolute_parts", "find_program", "open_in_browser"]
-
 
 def absolute_parts(path: str, *, outside: str | None = None) -> str:
     """Return a search path such as PATH without empty and relative parts, and without those in the folder ``outside``.

@@ -19,17 +19,6 @@ from ampwise.hardware.cpu import BF16_FEATURES, Cpu, describe_cpu
 from ampwise.hardware.device import CudaDevice
 from ampwise.hardware.machine import Machine, describe_machine
 
-__all__ = [
-    "Target",
-    "gib_text",
-    "target_for_capability",
-    "target_for_cpu",
-    "target_for_gpu",
-    "target_for_machine",
-    "target_named",
-    "unknown_target",
-]
-
 # Catalog capabilities that name a torch device type; all other devices are "cuda" to torch.
 BACKENDS = ("mps", "xla", "hpu")
 FP16_FEATURES = ("amx_fp16",)  # matrix tiles: FP16 vector arithmetic does not make training fast

@@ -10,8 +10,6 @@ from typing import Any
 from ampwise.hardware.catalog import find_gpu
 from ampwise.hardware.device import CudaDevice, Fp32Switches
 
-__all__ = ["TorchInfo", "read_device", "read_devices", "read_fp32_switches", "read_torch"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchInfo:

@@ -1,9 +1,10 @@
-"""Lightning integration: ``Watch()``, a Trainer callback; ``Precision("fp16")``, a plugin for Trainer and Fabric."""
+"""Lightning: ``Watch()`` and ``GuardCallback()`` for the Trainer; ``Precision("fp16")``, a plugin for it and Fabric."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ampwise.errors import BadInput, PrecisionUnavailable
+from ampwise.guard.guard import Guard
+from ampwise.guard.script_loop import ScriptLoop
 from ampwise.integrations.deferred_scaler import DeferredScaler
 from ampwise.integrations.training_watch import TrainingWatch
 from ampwise.integrations.versions import LIGHTNING, lightning_name, require
@@ -22,14 +25,16 @@ from ampwise.train.precision.precision import PRECISIONS, precisions_of
 require(LIGHTNING, lightning_name())
 if TYPE_CHECKING:
     import pytorch_lightning as pl
+    from pytorch_lightning.loops.fetchers import _DataFetcher as DataFetcher
     from pytorch_lightning.plugins.precision import Precision as PrecisionPlugin
 else:
     pl = importlib.import_module(lightning_name())
+    DataFetcher = importlib.import_module(f"{lightning_name()}.loops.fetchers")._DataFetcher
     PrecisionPlugin = importlib.import_module(f"{lightning_name()}.plugins.precision").Precision
 
 from lightning_utilities.core.apply_func import apply_to_collection  # noqa: E402
 
-__all__ = ["Precision", "Watch"]
+__all__ = ["GuardCallback", "Precision", "Watch"]
 
 NAMES = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}  # ours to Lightning's
 HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")  # user hooks that may read gradients
@@ -202,7 +207,7 @@ class Precision(PrecisionPlugin):
         """
         if self._held is not model:
             self.teardown()
-            model.lr_scheduler_step = _SchedulerHook(self, model)  # type: ignore[method-assign]
+            model.lr_scheduler_step = _SchedulerHook(self.scaler.skipped_for, model)  # type: ignore[method-assign]
             self._held = model
 
     def teardown(self) -> None:
@@ -230,14 +235,14 @@ class Precision(PrecisionPlugin):
 class _SchedulerHook:
     """Replacement of a module's ``lr_scheduler_step`` during training; copies and pickles get the original hook."""
 
-    def __init__(self, plugin: Precision, model: pl.LightningModule) -> None:
-        self._plugin, self._model, self._original = plugin, model, model.lr_scheduler_step
+    def __init__(self, skipped_for: Callable[[Any], bool], model: pl.LightningModule) -> None:
+        self._skipped_for, self._model, self._original = skipped_for, model, model.lr_scheduler_step
 
     def __call__(self, scheduler: Any, metric: Any) -> None:
         optimizer = getattr(scheduler, "optimizer", None)
         if optimizer is not None and not isinstance(scheduler, ReduceLROnPlateau):
             configs = [each for each in self._model.trainer.lr_scheduler_configs if each.scheduler is scheduler]
-            if any(each.interval == "step" for each in configs) and self._plugin.scaler.skipped_for(optimizer):
+            if any(each.interval == "step" for each in configs) and self._skipped_for(optimizer):
                 return
         self._original(scheduler, metric)
 
@@ -292,3 +297,142 @@ class Watch(TrainingWatch, pl.Callback):
         """End the record when the fit ends."""
         if stage == "fit":
             self._end()
+
+
+class GuardCallback(pl.Callback):
+    """Callback for ``Trainer(callbacks=[GuardCallback("checkpoints")])``: what a Guard does for an Engine.
+
+    The Trainer gets its batches from the guard, and goes back with it: batch, step and epoch counters too. A guarded
+    run resumes by itself when the same command is started again: leave out ``fit(ckpt_path=...)``. For automatic
+    optimization in one process, with one training DataLoader.
+
+    directory: where checkpoints are written. options: as for ``Guard``, such as ``every="500 steps"``. ``guard`` is the
+    Guard of the last fit, with ``events``, ``findings`` and ``passed_over``.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], **options: Any) -> None:
+        self._directory, self._options = directory, options
+        self.guard: Guard | None = None
+        self._losses: list[float] = []  # of the current step's micro-batches
+        self._steps = False  # the current batch is the last of its step
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Resume, if there is a checkpoint; optimizers and loaders exist, and no batch was fetched."""
+        combined = trainer.fit_loop._combined_loader
+        loader: Any = None if combined is None else combined.iterables
+        count = trainer.num_training_batches
+        reasons = {
+            "several processes": trainer.world_size > 1,
+            "automatic_optimization = False": not pl_module.automatic_optimization,
+            "fit(ckpt_path=...), as the guard resumes from its directory by itself": bool(trainer.global_step),
+            "reload_dataloaders_every_n_epochs": vars(trainer)["reload_dataloaders_every_n_epochs"] > 0,
+            "several training loaders, or one without a length": combined is None
+            or combined.flattened != [loader]
+            or not hasattr(loader, "__len__"),
+        }
+        reasons["limit_train_batches"] = not any(reasons.values()) and count != len(loader)
+        if refused := [each for each, is_given in reasons.items() if is_given]:
+            raise BadInput(f"ampwise.integrations.lightning.GuardCallback does not work with {refused[0]}.")
+        self.guard = Guard(
+            self._directory,
+            model=pl_module,
+            optimizer=trainer.optimizers,
+            scheduler=[each.scheduler for each in trainer.lr_scheduler_configs],
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            **self._options,
+        )
+        assert self.guard.loop is not None
+        self._loop: ScriptLoop = self.guard.loop
+        self._loop.closures = True  # ``on_before_optimizer_step`` is called in them
+        epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else None
+        fetcher = _GuardedFetcher(self.guard, self.guard.batches(loader, epochs=epochs), trainer, int(count))
+        trainer.fit_loop._data_fetcher = fetcher
+        fetcher.count_epochs()
+        self._count_steps(trainer)
+        pl_module.lr_scheduler_step = _SchedulerHook(  # type: ignore[method-assign]
+            lambda _: self._loop.skips, pl_module
+        )
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        """Check the gradients before they are clipped; with a scaler, that is done when the optimizer steps."""
+        self._steps = True
+        if getattr(trainer.precision_plugin, "scaler", None) is None:
+            self._loop.check(optimizer)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Judge the step; if the guard goes back, so do the Trainer's counters."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if loss is not None:
+            self._losses.append(float(loss))
+        if self._steps and self.guard is not None:
+            mean = sum(self._losses) / max(1, len(self._losses))
+            self._losses, self._steps = [], False
+            step = self.guard.end_step(mean)
+            self._count_steps(trainer)
+            if step.undone:  # the epoch goes on, even if this was its last batch; the next batch sets the counters
+                counters: Any = trainer.fit_loop.epoch_loop.batch_progress
+                counters.is_last_batch, first = False, min(1, int(trainer.num_training_batches) - 1)
+                counters.current.ready = counters.current.started = counters.current.processed = first
+
+    def _count_steps(self, trainer: pl.Trainer) -> None:
+        assert self.guard is not None
+        steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        steps.ready = steps.completed = self.guard.number
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the last state."""
+        self._end(pl_module, None)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Release the directory after a fit that raised."""
+        self._end(pl_module, exception)
+
+    def _end(self, pl_module: pl.LightningModule, error: BaseException | None) -> None:
+        pl_module.__dict__.pop("lr_scheduler_step", None)
+        if self.guard is not None:
+            self.guard.__exit__(None if error is None else type(error), error, None)
+
+
+class _GuardedFetcher(DataFetcher):
+    """Source of the Trainer's batches: the guard's, whose place in the data the Trainer's counters follow."""
+
+    def __init__(self, guard: Guard, stream: Iterator[Any], trainer: pl.Trainer, length: int) -> None:
+        super().__init__()
+        self._guard, self._stream, self._trainer = guard, stream, trainer
+        self._length = self.length = length  # batches in an epoch
+
+    def __iter__(self) -> _GuardedFetcher:
+        self.fetched, self.done = 0, False
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._stream)
+        except StopIteration:
+            self.done = self._trainer.should_stop = True
+            raise
+        index, passed_over = self._guard.batch, {*self._guard.passed_over}
+        if self._guard.epoch != self._trainer.current_epoch:  # the guard went back, or has passed over the rest of one
+            self.count_epochs()
+        self.fetched = index + 1
+        while (self._guard.epoch, self.fetched) in passed_over:
+            self.fetched += 1
+        self.done = self.fetched >= self._length
+        index = (
+            self._length - 1 if self.done else index
+        )  # so that what follows the last batch does, if that is left out
+        counters: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        for counter, batches in ((counters.current, index), (counters.total, self._guard.epoch * self._length + index)):
+            counter.ready = counter.started = counter.processed = counter.completed = batches
+        return batch, index, 0
+
+    def count_epochs(self) -> None:
+        """Set the Trainer's epoch to the guard's."""
+        epoch = self._guard.epoch
+        counters: Any = self._trainer.fit_loop.epoch_progress
+        has_begun = int(counters.current.ready > counters.current.processed)
+        for counter in (counters.current, counters.total):
+            counter.ready = counter.started = epoch + has_begun
+            counter.processed = counter.completed = epoch

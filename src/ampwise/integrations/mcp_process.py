@@ -20,8 +20,6 @@ from ampwise.integrations.mcp_worker import Word
 if TYPE_CHECKING:
     from anyio.abc import ByteReceiveStream, Process
 
-__all__ = ["BoundedOutput", "CommandLauncher", "CommandResult", "end_all", "launch"]
-
 MAX_OUTPUT = 4_000_000  # bytes of output that are kept, per stream
 # -P: without it Python would look for modules in the folder and could run a json.py there.
 PYTHON = (sys.executable, "-P", "-m", "ampwise.integrations.mcp_worker")

@@ -27,8 +27,6 @@ from ampwise.integrations.mcp_worker import AgentFolder, NamedPath, Word
 if TYPE_CHECKING:
     from mcp.server import MCPServer
 
-__all__ = ["AgentTools", "make_server", "need_mcp", "serve"]
-
 FIRST, TOO_LATE = (2, 3), (3, 0)  # tested versions of the SDK, as in pyproject.toml
 INSTALL = 'pip install "ampwise[mcp]"'
 COMMAND_OF_TOOL = {"fix": "check", "read_report": "report"}  # tools that are not named after their command

@@ -27,8 +27,6 @@ from ampwise.check.source.script import LARGEST_BYTES, LARGEST_NOTEBOOK_BYTES, N
 from ampwise.errors import BadInput
 from ampwise.finding.terminal import printable, say
 
-__all__ = ["AgentFolder", "NamedPath", "Word", "keep_inside", "main"]
-
 MOST_FILES = 2000  # in one call: more would take minutes
 MOST_ENTRIES = 20_000  # directory entries that are read to find them
 MOST_NAMES = 100  # files and folders in one call, each of which may be walked

@@ -22,8 +22,6 @@ from ampwise.tune.advise.claims import IDEAS, objections
 from ampwise.tune.advise.decide import decide
 from ampwise.tune.advise.symptoms import SYMPTOMS
 
-__all__ = ["CORE", "FIND_PITFALLS", "NAME", "TOPICS", "Topic", "sections", "skill_files", "slots"]
-
 NAME = "mixed-precision"
 # The commands that find pitfalls. Rules of other commands are part of an answer: about a measurement, a difference, an
 # alignment or a guarded run, or to an excuse (see below).

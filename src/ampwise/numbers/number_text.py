@@ -18,6 +18,18 @@ def number_text(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < IN_DIGITS else f"{value + 0.0:.4g}"  # turns -0.0 into 0
 
 
+def count_text(count: float) -> str:
+    """Format a large count, such as of parameters or of tokens per second.
+
+    >>> count_text(6_738_415_616), count_text(124_000_000), count_text(318_000), count_text(12.3456)
+    ('6.74 B', '124 M', '318 k', '12.3')
+    """
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.3g}"
+
+
 def scale_text(scale: float) -> str:
     """Format a loss scale: in digits if they are few, else as a power of two.
 

@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ampwise.finding.strict_json import refuse_many, refuse_surrogates, to_json_types
@@ -29,7 +29,6 @@ LINE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, R
 KEYS = {"l": "loss", "n": "norm", "g": "scale", "r": "lr"}
 LARGEST_COUNT = 2**63  # larger counts could overflow as floats
 MOST_BINADES = 2200  # FP64 has fewer
-LINES_AT_ONCE = 256  # parsed together while thinning
 _DECODE = json.JSONDecoder().raw_decode
 
 
@@ -81,10 +80,7 @@ def bucket_line(bucket: StepBucket) -> str:
 
 def read_bucket(line: bytes | str) -> StepBucket:
     """Read the step or steps of a line; raise one of LINE_ERRORS if it is invalid."""
-    return _bucket(read_object(line))
-
-
-def _bucket(data: Mapping[str, Any]) -> StepBucket:
+    data = read_object(line)
     if "k" in data:
         (first, last), count = map(_count, _list(data["s"])), _count(data["k"])
         began, ended = map(_finite, _list(data["t"]))
@@ -120,105 +116,30 @@ def _stats(data: Mapping[str, Any], key: str) -> NumberStats:
 
 
 def thin_steps(lines: Iterable[bytes], *, old: int, size: int) -> Iterator[bytes]:
-    """Merge the first ``old`` lines into buckets of up to ``size`` steps, and keep the others. Lines that are not
-    JSON are dropped.
-
-    Training waits for it, so it merges parsed lines, and makes no StepBucket of each.
+    """Merge the first ``old`` lines into buckets of up to ``size`` steps, and keep the others. Lines that cannot be
+    read are dropped.
     """
     remaining = iter(lines)
-    groups: dict[int, tuple[list[bytes], list[dict[str, Any]]]] = {}  # by optimizer: those of two networks alternate
+    groups: dict[int, list[tuple[bytes, StepBucket]]] = {}  # by optimizer: those of two networks alternate
     totals: dict[int, int] = {}  # steps of each group
-    for line, data in _parsed(itertools.islice(remaining, old)):
-        optimizer, count = data.get("o", 0), data.get("k", 1)
+    for line in itertools.islice(remaining, old):
         try:
-            total = totals.get(optimizer, 0) + count
-        except TypeError:
+            bucket = read_bucket(line)
+        except LINE_ERRORS:
             continue
-        if total > size and optimizer in groups:
-            yield from _merged_lines(*groups.pop(optimizer))
-            total = count
-        if optimizer not in groups:
-            groups[optimizer] = ([], [])
-        totals[optimizer] = total
-        group_lines, rows = groups[optimizer]
-        group_lines.append(line)
-        rows.append(data)
-    for group in groups.values():
-        yield from _merged_lines(*group)
+        total = totals.get(bucket.optimizer, 0) + bucket.count
+        if total > size and bucket.optimizer in groups:
+            yield _merged_line(groups.pop(bucket.optimizer))
+            total = bucket.count
+        totals[bucket.optimizer] = total
+        groups.setdefault(bucket.optimizer, []).append((line, bucket))
+    yield from map(_merged_line, groups.values())
     yield from remaining
 
 
-def _parsed(lines: Iterator[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Parse many lines at once, which takes half the time; one by one only if one of them is invalid."""
-    while several := list(itertools.islice(lines, LINES_AT_ONCE)):
-        try:
-            parsed = json.loads(b"[" + b",".join(several) + b"]")
-            if len(parsed) != len(several) or {*map(type, parsed)} != {dict}:
-                raise ValueError("expected one JSON object in each line")
-        except LINE_ERRORS:
-            for line in several:
-                with contextlib.suppress(*LINE_ERRORS):
-                    yield line, read_object(line)
-        else:
-            yield from zip(several, parsed, strict=True)
-
-
-def _merged_lines(lines: list[bytes], rows: list[dict[str, Any]]) -> list[bytes]:
-    """Merge lines of one optimizer into one; those with invalid values are left out."""
-    if len(lines) == 1:
-        return lines
-    try:
-        return [bucket_line(_merge_rows(rows)).encode()]
-    except LINE_ERRORS:
-        buckets = []
-        for line in lines:
-            with contextlib.suppress(*LINE_ERRORS):
-                buckets.append(read_bucket(line))
-        return [bucket_line(merge_buckets(buckets)).encode()] if buckets else []
-
-
-def _merge_rows(rows: list[dict[str, Any]]) -> StepBucket:
-    """Return ``merge_buckets`` of the buckets of parsed lines: fast if all are single steps, or all merged ones."""
-    merged = ["k" in row for row in rows]
-    if any(merged) and not all(merged):
-        return merge_buckets([_bucket(row) for row in rows])
-    firsts: Sequence[int]
-    lasts: Sequence[int]
-    begins: Sequence[float]
-    ends: Sequence[float]
-    if merged[0]:
-        firsts, lasts = zip(*[row["s"] for row in rows], strict=True)
-        begins, ends = zip(*[row["t"] for row in rows], strict=True)
-    else:
-        firsts = lasts = [row["s"] for row in rows]
-        begins = ends = [row["t"] for row in rows]
-    counts = [row.get("k", 1) for row in rows]
-    return StepBucket(
-        optimizer=rows[0].get("o", 0),
-        first=min(firsts),
-        last=max(lasts),
-        count=sum(counts),
-        skipped=sum([row.get("x", 0) for row in rows]),
-        began=min(begins),
-        ended=max(ends),
-        **{metric: _merge_stats(rows, key, counts) for key, metric in KEYS.items()},
-    )
-
-
-def _merge_stats(rows: list[dict[str, Any]], key: str, counts: list[int]) -> NumberStats:
-    values = [row.get(key) for row in rows]
-    if values.count(None) == len(values):
-        return NO_STATS
-    total = sum(counts)
-    try:
-        lows, means, highs = zip(*values, strict=True) if "k" in rows[0] else (values, values, values)
-        low, high = min(lows), max(highs)
-        mean = sum([mean * (count / total) for mean, count in zip(means, counts, strict=True)])
-        if math.isfinite(mean):
-            return NumberStats(low, min(max(mean, low), high), high, total)
-    except LINE_ERRORS:
-        pass  # some values are unknown, or not finite
-    return NumberStats.over([_stats(row, key) for row in rows])
+def _merged_line(group: list[tuple[bytes, StepBucket]]) -> bytes:
+    lines, buckets = zip(*group, strict=True)
+    return lines[0] if len(lines) == 1 else bucket_line(merge_buckets(buckets)).encode()
 
 
 # --- layers --------------------------------------------------------------------------------------------------------

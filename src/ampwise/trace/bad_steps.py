@@ -34,6 +34,7 @@ from ampwise.train.step import Step
 
 __all__ = ["FINDING_LISTENERS", "REPLAY_CONTEXTS", "BadStepExplainer", "BadStepRecord", "KeptBatch"]
 
+GOOD_BYTES = 64 * 2**20  # of a batch of the last good step
 KEPT_BYTES = 256 * 2**20  # of batches kept by reference within a window, the last always included
 PROBES = 16  # replays of steps that look like ordinary gradient overflows, plus
 STEPS_PER_PROBE = 100  # one more for each this many steps
@@ -111,6 +112,7 @@ class BadStepExplainer(Callback):
         self._forgiven = 0  # backoffs undone since the last applied step
         self._said_why_not = False
         self._looked_into = False  # the current step is already explained
+        self._good: KeptBatch | None = None  # of the last step that was good, to try fixes on
         self._mutates = False  # a loss function has changed its batch in place
 
     def save_to(self, capsules: Capsules | None, *, streak: int = 1) -> None:
@@ -151,7 +153,7 @@ class BadStepExplainer(Callback):
 
     def on_reset(self) -> None:
         """Forget the last step, whose weights no longer exist."""
-        self._awaited, self._passes, self.last = None, [], []
+        self._awaited, self._passes, self._good, self.last = None, [], None, []
         self._failed = self._probed = self._streak = 0  # later failures count from zero
 
     def before_update(self, number: int, loss: Tensor | None) -> None:
@@ -193,6 +195,7 @@ class BadStepExplainer(Callback):
             self._forgiven = 0
             if several or math.isfinite(loss):
                 self._streak = 0
+                self._good = passes[-1] if passes and not several and passes[-1].bytes <= GOOD_BYTES else None
                 return
         moved = () if skipped else ("Its gradients were finite, so the weights have changed by one step since.",)
         modes, scale = self._modes() if modes is None else modes, outcome.scale_before
@@ -323,6 +326,7 @@ class BadStepExplainer(Callback):
             )
         if any(map(is_compiled, (*self._models, batch.function))):
             remarks += ("Code compiled by torch.compile was replayed uncompiled.",)
+        good = self._good if self._good is None or not self._good.is_changed else None
         return ReplayStep(
             run=lambda settings: engine.rerun(batch, scale=settings.scale, goes_back=settings.goes_back_from),
             device=self._device,
@@ -336,6 +340,9 @@ class BadStepExplainer(Callback):
             step=bad.number,
             remarks=remarks,
             touched=(batch.function,),
+            usual=None
+            if good is None
+            else lambda settings: engine.rerun(good.batch, scale=1.0, goes_back=lambda _: False),
         )
 
     @contextmanager

@@ -14,7 +14,9 @@ from torch import Tensor
 from ampwise.finding import Finding
 from ampwise.finding.registry import run_checks
 from ampwise.numbers.op_families import base_name, family_of, is_collective
-from ampwise.trace.failure import BadTensor, Failure, OptimizerFacts, Origin, RoundedLiteral
+from ampwise.trace.compilers import try_compilers
+from ampwise.trace.failure import Failure
+from ampwise.trace.failure_facts import BadTensor, OptimizerFacts, Origin, RoundedLiteral
 from ampwise.trace.kernels import try_other_kernels
 from ampwise.trace.op_inspection import InspectMode, values_of
 from ampwise.trace.ranks import RankGroup
@@ -26,6 +28,7 @@ from ampwise.trace.torchscript import line_in_script
 from ampwise.trace.value_ranges import local_shard, readable_values
 
 __all__ = [
+    "compiler_failure",
     "diagnose",
     "diagnose_recorded",
     "explain",
@@ -66,7 +69,7 @@ def diagnose(subject: ReplayStep, together: RankGroup = SINGLE_RANK) -> Failure 
         taped = together.each(lambda: replay.taped(ReplaySettings(only_if_finite=not together.several)))
         together = together.with_collectives(any(is_collective(op.name) for op in taped.tape.ops))
         if together.all_hold(lambda: taped.ended.finite):
-            return _not_reproduced(replay, taped.ended.gradients)
+            return compiler_failure(replay, together) or _not_reproduced(replay, taped.ended.gradients)
         failure = together.each(lambda: diagnose_recorded(replay, taped, together))
         return failure if not together.several else _merge_ranks(failure, together)
 
@@ -101,6 +104,17 @@ def _merge_ranks(failure: Failure | None, together: RankGroup) -> Failure:
     also = [str(other) for other, each in others if (each.kind, each.site) == (chosen.kind, chosen.site)]
     remarks = (*chosen.remarks, f"Also on rank {', '.join(also)}.") if also else chosen.remarks
     return chosen.but(rank=rank, ranks=together.size, remarks=remarks)
+
+
+def compiler_failure(replay: Replay, together: RankGroup = SINGLE_RANK) -> Failure | None:
+    """Describe a step that is finite eagerly, but not as torch.compile has compiled it; None if it is finite there."""
+    found = try_compilers(replay, together)
+    if found is None:
+        return None
+    ended, trial = found
+    bad_loss = ended.loss is not None and not math.isfinite(ended.loss)
+    known = _known(replay.subject, ended.gradients).but(symptom="loss" if bad_loss else "gradients", trials=(trial,))
+    return known.but(loss=ended.loss, bad_gradients=ended.bad, has_modules=bool(replay.subject.models))
 
 
 def _not_reproduced(replay: Replay, gradients: int) -> Failure:

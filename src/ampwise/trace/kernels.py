@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from ampwise.hardware.kernel_faults import faults_here
-from ampwise.trace.failure import KERNEL, Failure, FixTrial, Origin
+from ampwise.trace.failure import KERNEL, Failure
+from ampwise.trace.failure_facts import FixTrial, Origin
 from ampwise.trace.replay import Replay, ReplaySettings
 
 __all__ = ["OtherKernel", "other_kernels", "try_other_kernels"]
@@ -83,7 +84,7 @@ def try_other_kernels(replay: Replay, failure: Failure) -> tuple[FixTrial, ...]:
                 ended = replay.plain(ReplaySettings(only_if_finite=True))
         except Exception:  # no such kernel for these arguments, or it needs too much memory
             continue
-        if ended.finite:
+        if ended.finite and not ended.vanished:
             known = _known_bug(origin)
             return (
                 FixTrial(what=other.what, code=other.code, finite=True, change=KERNEL, argument=known, loss=ended.loss),

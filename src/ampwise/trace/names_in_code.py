@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import builtins
+import linecache
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 __all__ = [
     "BUILTINS",
+    "COMPREHENSIONS",
     "DEFINITIONS",
     "FUNCTIONS",
     "Scope",
@@ -19,6 +22,7 @@ __all__ = [
     "free_names",
     "root_name",
     "scopes_of",
+    "tree_of",
 ]
 
 BUILTINS = frozenset(dir(builtins)) | {"__file__", "__name__"}
@@ -67,6 +71,15 @@ class Scope:
     def is_module(self) -> bool:
         """Whether it is the whole file."""
         return isinstance(self.node, ast.Module)
+
+
+@lru_cache(maxsize=32)
+def tree_of(file: str) -> ast.Module | None:
+    """Return the parsed source of a file; None if it has none, or it is not Python."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
 
 
 def scopes_of(tree: ast.Module) -> list[Scope]:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ampwise.numbers.census.measure import census
 from ampwise.numbers.op_families import base_name, is_collective
-from ampwise.trace.failure import MASKS, TensorSummary
+from ampwise.trace.failure_facts import MASKS, TensorSummary
 from ampwise.trace.recorder import UndoMode, dtype_name, result_tensors, tensors_in
 from ampwise.trace.value_ranges import local_shard, readable_values
 
@@ -47,6 +47,8 @@ IS_OUTSIDE_DOMAIN = {
     "special_xlog1py": lambda x: x <= -1,
     "polygamma": lambda x: (x <= 0) & (x == x.floor()),
 }
+# Of a complex argument, where only poles are left out.
+POLES = {"log1p": (-1,), "atanh": (1, -1), "logit": (0, 1)}
 CHECK_SECOND_ARGUMENT = ("xlogy", "special_xlog1py", "polygamma")
 
 
@@ -236,8 +238,13 @@ def _invalid_arguments(name: str, args: Any) -> dict[str, int]:
     if is_outside is not None:
         given = args[1:2] if name in CHECK_SECOND_ARGUMENT else args[:1]
         given = given[0] if given and isinstance(given[0], list | tuple) else given
-        tensors = [each for each in given if isinstance(each, Tensor) and each.is_floating_point()]
-        found["outside_domain"] = sum(int(is_outside(tensor).sum()) for tensor in tensors)
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        found["outside_domain"] = sum(int(is_outside(each).sum()) for each in tensors if each.is_floating_point())
+        if name.startswith("log") or name in POLES:
+            poles = POLES.get(name, (0,))
+            found["outside_domain"] += sum(
+                int((each == pole).sum()) for each in tensors if each.is_complex() for pole in poles
+            )
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ampwise.trace.call_site import current_line
-from ampwise.trace.failure import Failure, FixTrial, Origin
+from ampwise.trace.failure import Failure
+from ampwise.trace.failure_facts import FixTrial, Origin
 from ampwise.trace.recorder import dtype_name
 from ampwise.trace.replay import Replay, ReplaySettings
 
@@ -20,7 +21,7 @@ __all__ = ["CHANGES", "Remedy", "remedies_for", "try_remedies"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_REMEDIES = 3  # remedies to try
-CUTTING = ("clamp-argument", "clamp-exponent", "clamp-result")  # these may cut off every gradient
+ROUNDING = {"fp16": 2e-3, "bf16": 2e-2}  # relative change of a loss by rounding alone
 CUSTOM_LOOP = "in a custom loop"  # comment on the line for users without an engine
 # Operations whose derivative is infinite at the edge of their domain.
 ROOTED = ("sqrt", "rsqrt", "pow", "log", "acos", "asin", "atanh", "reciprocal", "linalg_vector_norm")
@@ -101,7 +102,7 @@ def remedies_for(failure: Failure) -> tuple[Remedy, ...]:
 
 
 def try_remedies(replay: Replay, failure: Failure) -> tuple[FixTrial, ...]:
-    """Try the likeliest remedies, up to the first that makes the step finite."""
+    """Try the likeliest remedies, up to the first that makes the step finite and leaves an earlier batch as it was."""
     trials: list[FixTrial] = []
     for remedy in remedies_for(failure)[:MAX_REMEDIES]:
         settings = ReplaySettings(
@@ -117,7 +118,7 @@ def try_remedies(replay: Replay, failure: Failure) -> tuple[FixTrial, ...]:
             continue
         if mode is not None and not mode.met:
             continue
-        if ended.vanished and remedy.change in CUTTING:  # nothing would be learned
+        if ended.vanished:  # nothing would be learned
             continue
         tried = remedy if mode is None else mode.remedy
         trials.append(
@@ -129,11 +130,29 @@ def try_remedies(replay: Replay, failure: Failure) -> tuple[FixTrial, ...]:
                 finite=ended.finite,
                 loss=ended.loss,
                 bad_gradients=len(ended.bad),
+                usual=_usual_losses(replay, settings, failure, remedy) if ended.finite else None,
+                rounding=ROUNDING.get(failure.precision, 1e-5),
             )
         )
-        if ended.finite:
+        if trials[-1].helps:
             break
     return tuple(trials)
+
+
+def _usual_losses(
+    replay: Replay, settings: ReplaySettings, failure: Failure, remedy: Remedy
+) -> tuple[float, float] | None:
+    """Return the loss of an earlier batch without and with a remedy; None if there is none, or it is not finite."""
+    usual = replay.subject.usual
+    if usual is None or failure.origin is None:
+        return None
+    try:
+        before = replay.plain(ReplaySettings(backward=False), run=usual).loss
+        mode = RemedyMode(failure.origin, remedy) if remedy.change in APPLY else None
+        after = replay.plain(replace(settings, backward=False), mode, run=usual).loss
+    except Exception:  # raised by the user's code
+        return None
+    return None if before is None or after is None or not math.isfinite(before) else (before, after)
 
 
 class RemedyMode(TorchFunctionMode):
@@ -255,6 +274,10 @@ def _clamped_argument(op: str, dtype: str) -> Remedy:
     elif op == "acosh":
         low = 1 + margin
     is_near_one = op in AWAY_FROM_ONE
+    if dtype.startswith("complex"):
+        code = f"y = torch.where(x.abs() < {tiny}, {tiny}, x).{op}()"
+        what = f"the argument kept away from 0 by {tiny}"
+        return Remedy(change="clamp-argument", argument=op, what=what, code=code, low=float(tiny))
     code = AWAY_FROM_ONE[op] if is_near_one else ABOVE_ZERO.get(op, "y = x.clamp_min({tiny}).{op}()")
     return Remedy(
         change="clamp-argument",
@@ -275,7 +298,11 @@ def _apply_clamped_argument(func: Any, args: Any, kwargs: Any, remedy: Remedy) -
     if not isinstance(given, Tensor) or swapped or op in ("linalg_vector_norm", "norm", "polygamma"):
         raise RemedyNotApplicable(op)
     remedy = _clamped_argument(op, dtype_name(given.dtype))
-    return func(*_replaced(args, position, given.clamp(remedy.low, remedy.high)), **kwargs), remedy
+    if given.is_complex():
+        bounded = torch.where(given.abs() < (remedy.low or 0.0), remedy.low or 0.0, given)
+    else:
+        bounded = given.clamp(remedy.low, remedy.high)
+    return func(*_replaced(args, position, bounded), **kwargs), remedy
 
 
 def _replaced(args: tuple[Any, ...], position: int, given: Any) -> tuple[Any, ...]:

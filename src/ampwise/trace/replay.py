@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,8 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise.finding.call_site import CallSite
 from ampwise.numbers.emulation.eager_mode import run_eagerly
+from ampwise.trace.module_paths import ModulePaths, model_prefixes
 from ampwise.trace.python_state import PythonState, muted_output
-from ampwise.trace.recorder import ModulePaths, OpRecorder, Tape, TensorRead, UndoMode, model_prefixes
+from ampwise.trace.recorder import OpRecorder, Tape, TensorRead, UndoMode, overwrite
 from ampwise.trace.value_ranges import ValueRanges, local_shard, readable_values
 from ampwise.train.precision.call_in_precision import wrap_forward
 from ampwise.train.precision.policy import named_modules
@@ -88,6 +90,8 @@ class ReplayStep:
     pasts: Sequence[OptimizerPast] = ()  # of the optimizers
     others: Sequence[Module] = ()  # models that ran and are not in ``models``: a teacher
     remarks: tuple[str, ...] = ()
+    # The same with an earlier batch, whose loss was finite.
+    usual: Callable[[ReplaySettings], Any] | None = None
     touched: Sequence[Any] = ()  # the user's function or objects, whose variables are to be restored
 
     def parameters(self) -> dict[str, Tensor]:
@@ -163,31 +167,57 @@ class Replay:
         self._stack.close()
 
     def plain(
-        self, settings: ReplaySettings, change: AbstractContextManager[Any] | None = None, mode: UndoMode | None = None
+        self,
+        settings: ReplaySettings,
+        change: AbstractContextManager[Any] | None = None,
+        mode: UndoMode | None = None,
+        *,
+        run: Callable[[ReplaySettings], Any] | None = None,
     ) -> ReplayResult:
-        """Run the step once, without recording."""
+        """Run the step, or another function, once, without recording."""
         mode = mode or UndoMode()
         with self._undone(mode):
             with self._applied(settings), change or nullcontext(), mode:
+                result = (run or self.subject.run)(settings)
+            return self._ended(result)
+
+    def compiled(self, settings: ReplaySettings, backend: str | None = None) -> ReplayResult:
+        """Run the step once as torch.compile has compiled it, or as it compiles it with another backend."""
+        # Not under a mode that notes writes: then nothing would be compiled, and generated code calls no operations.
+        before = [(each, each.detach().clone()) for each in self.subject.buffers().values()]
+        forced: dict[str, Any] = {} if backend is None else {"force_backend": backend}
+        try:
+            with self._applied(settings), torch.compiler.set_stance("default", **forced):
                 result = self.subject.run(settings)
-            first = next(iter(tensors_of(result)), None)
-            values = None if first is None else readable_values(first)
-            loss = None if first is None else 0.0
-            if values is not None:
-                loss = float(values.abs().max() if values.numel() > 1 else values.reshape(()))
-            ranges = ValueRanges()
-            slots = {name: ranges.add(each.grad) for name, each in self._parameters.items() if each.grad is not None}
-            ranges.settle()
-            bad = tuple(name for name, slot in slots.items() if ranges.bad(slot))
-            vanished = bool(slots) and all(ranges[slot] == (0, 0) for slot in slots.values())
-            return ReplayResult(loss, bad, len(slots), vanished)
+            return self._ended(result)
+        finally:
+            for buffer, values in before:
+                overwrite(buffer, values)
+            self._attributes.put_back()
+            self._drop_gradients()
+
+    def _ended(self, result: Any) -> ReplayResult:
+        """Measure what a run returned, and the gradients that it left."""
+        first = next(iter(tensors_of(result)), None)
+        values = None if first is None else readable_values(first)
+        loss = None if first is None else 0.0
+        if values is not None:
+            loss = float(values.abs().max() if values.numel() > 1 else values.reshape(()))
+        ranges = ValueRanges()
+        slots = {name: ranges.add(each.grad) for name, each in self._parameters.items() if each.grad is not None}
+        ranges.settle()
+        bad = tuple(name for name, slot in slots.items() if ranges.bad(slot))
+        vanished = bool(slots) and all(ranges[slot] == (0, 0) for slot in slots.values())
+        return ReplayResult(loss, bad, len(slots), vanished)
 
     def taped(self, settings: ReplaySettings) -> RecordedReplay:
         """Run the step once, recording each operation."""
         subject, paths = self.subject, ModulePaths(self.subject.models, self._attributes)
         recorder = OpRecorder(paths)
         with self._undone(recorder):
-            with self._applied(settings), paths.watched(), recorder:
+            with self._applied(settings), paths.watched(), warnings.catch_warnings(), recorder:
+                # Torch warns that the hooks run twice for a compiled model, which does not matter here.
+                warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
                 result = subject.run(settings)
             if not subject.models:  # take on the models that were discovered during the run
                 subject.models = tuple(paths.roots)

@@ -12,8 +12,8 @@ from torch.nn import Module
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
 from ampwise.trace.call_arguments import named_tensors
-from ampwise.trace.diagnosis import diagnose_recorded, findings_about, swallowed_infinities
-from ampwise.trace.recorder import current_autocast
+from ampwise.trace.diagnosis import compiler_failure, diagnose_recorded, findings_about, swallowed_infinities
+from ampwise.trace.module_paths import current_autocast
 from ampwise.trace.replay import Replay, ReplaySettings, ReplayStep, tensors_of
 
 __all__ = ["trace"]
@@ -99,5 +99,8 @@ def trace(function: Callable[..., Any], /, *args: Any, swallowed: bool = False, 
             raise BadInput(
                 f"trace(): expected a function that returns the loss as a tensor, got {returned.__name__}; {seen}"
             )
+        failure = compiler_failure(replay)
+        if failure is not None:
+            return findings_about(failure)
         found = swallowed_infinities(replay, taped) if swallowed else ()
         return [finding for each in found for finding in findings_about(each)]

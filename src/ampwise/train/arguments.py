@@ -28,65 +28,65 @@ __all__ = [
 ]
 
 
-def checked_models(given: Any) -> list[Module]:
+def checked_models(given: Any, asked: str = "Engine") -> list[Module]:
     """Return the models to train together, from one or a list."""
     models = list(given) if isinstance(given, list | tuple) else [given]
     if not models or not all(isinstance(model, Module) for model in models):
         wrong = next((type(model).__name__ for model in models if not isinstance(model, Module)), "nothing")
-        raise BadInput(f"Engine(model=...): expected a torch.nn.Module or a list of them, got {wrong}.")
+        raise BadInput(f"{asked}(model=...): expected a torch.nn.Module or a list of them, got {wrong}.")
     if not any(parameter.requires_grad for model in models for parameter in model.parameters()):
-        raise BadInput("Engine(model=...): no parameter requires a gradient, so there is nothing to train.")
+        raise BadInput(f"{asked}(model=...): no parameter requires a gradient, so there is nothing to train.")
     return models
 
 
-def checked_optimizers(given: Any, models: Sequence[Module]) -> list[Optimizer]:
+def checked_optimizers(given: Any, models: Sequence[Module], asked: str = "Engine") -> list[Optimizer]:
     """Return the optimizers, from one or several; raise if they hold parameters of no model."""
     if isinstance(given, str):
         raise BadInput(
-            f"Engine(optimizer={given!r}): expected an optimizer. Make one by name: "
+            f"{asked}(optimizer={given!r}): expected an optimizer. Make one by name: "
             f"ampwise.make_optimizer({given!r}, model, lr=3e-4)."
         )
     optimizers = list(given) if isinstance(given, Iterable) else [given]
     if not optimizers:
-        raise BadInput("Engine(optimizer=[]): expected at least one optimizer.")
+        raise BadInput(f"{asked}(optimizer=[]): expected at least one optimizer.")
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise BadInput(
-                "Engine(optimizer=LBFGS): it computes gradients in a closure, several times a step, which an engine "
+                f"{asked}(optimizer=LBFGS): it computes gradients in a closure, several times a step, which an engine "
                 "cannot scale or check. Use another optimizer, or write the FP32 training loop yourself."
             )
         if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
-            raise BadInput(f"Engine(optimizer=...): expected an optimizer, got {type(optimizer).__name__}.")
+            raise BadInput(f"{asked}(optimizer=...): expected an optimizer, got {type(optimizer).__name__}.")
     known = {id(parameter) for model in models for parameter in model.parameters()}
     held = [id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
     strangers = sum(each not in known for each in held)
     if strangers:
         raise BadInput(
-            f"Engine(optimizer=...): {strangers} of its {len(held)} parameters do not belong to the model. Create the "
+            f"{asked}(optimizer=...): {strangers} of its {len(held)} parameters do not belong to the model. Create the "
             "optimizer after the model is moved, sharded or wrapped; if the loss has parameters too, pass both: "
-            "Engine([model, criterion], optimizer)."
+            f"{asked}(model=[model, criterion], optimizer=...)."
         )
     twice = sum(count > 1 for count in Counter(held).values())
     if twice:
         raise BadInput(
-            f"Engine(optimizer=[...]): {twice} parameters are in two optimizers or groups, and would be updated twice "
+            f"{asked}(optimizer=[...]): {twice} parameters are in two optimizers or groups, and would be updated twice "
             "per step."
         )
     return optimizers
 
 
-def checked_clipping(norm: Any, value: Any) -> tuple[float | None, float | None]:
+def checked_clipping(norm: Any, value: Any, asked: str = "Engine") -> tuple[float | None, float | None]:
     for name, limit in (("clip_norm", norm), ("clip_value", value)):
         if limit is not None and (not is_number(limit) or not limit > 0):
-            raise BadInput(f"Engine({name}={limit!r}): expected a number above 0, or None for no clipping.")
+            raise BadInput(f"{asked}({name}={limit!r}): expected a number above 0, or None for no clipping.")
     if norm is not None and value is not None:
-        raise BadInput("Engine(clip_norm=..., clip_value=...): use one of them, not both.")
+        raise BadInput(f"{asked}(clip_norm=..., clip_value=...): use one of them, not both.")
     return norm, value
 
 
-def checked_size(accumulate: Any) -> int:
+def checked_size(accumulate: Any, asked: str = "Engine") -> int:
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise BadInput(f"Engine(accumulate={accumulate!r}): expected the number of micro-batches per step, 1 or more.")
+        raise BadInput(f"{asked}(accumulate={accumulate!r}): expected the number of micro-batches per step, 1 or more.")
     return accumulate
 
 

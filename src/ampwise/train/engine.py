@@ -59,7 +59,7 @@ from ampwise.train.precision.contexts import NO_CONTEXT, PrecisionContexts
 from ampwise.train.precision.policy import Policy
 from ampwise.train.precision.precision import TrainPrecision, choose_precision
 from ampwise.train.precision_plugin import PrecisionPlugin, make_plugin
-from ampwise.train.ranks import Ranks, is_main_process
+from ampwise.train.ranks import Ranks, is_main_process, refuse_other_dtypes
 from ampwise.train.scaler.grad_scaler import GradScaler
 from ampwise.train.scaler.grad_stats import NO_CLIPPING, inverse_scale
 from ampwise.train.scaler.gradients import clamp_, collect_gradients, to_device
@@ -203,6 +203,8 @@ class Engine:
             precision = Policy("fp8", fp8=precision)
         base = precision.base if isinstance(precision, Policy) else precision
         chosen, why, slow = choose_precision(base, self.device)
+        for model in self._models:
+            refuse_other_dtypes(model, chosen)
         if slow and is_main_process():
             log_once("warning", slow)
         return precision if isinstance(precision, Policy) else Policy(precision), chosen, why

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,9 @@ from ampwise.errors import BadInput
 from ampwise.finding.log import log
 from ampwise.train.accumulator import Accumulator
 from ampwise.train.precision.contexts import NO_CONTEXT
+from ampwise.train.precision.precision import TrainPrecision
 
-__all__ = ["Ranks", "is_main_process", "rank"]
+__all__ = ["Fsdp2Dtypes", "Ranks", "fsdp2_dtypes", "is_main_process", "rank", "refuse_other_dtypes"]
 
 
 def rank() -> int:
@@ -32,6 +33,46 @@ def is_main_process() -> bool:
 
 def _has_others() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+class Fsdp2Dtypes(NamedTuple):
+    """Dtypes that ``MixedPrecisionPolicy`` gives a model; None: those of its parameters and inputs."""
+
+    compute: torch.dtype | None  # in which weights are gathered, and modules called
+    reduce: torch.dtype | None  # in which gradients are summed over ranks
+    output: torch.dtype | None  # of the whole model's output
+    ranks: int  # over which they are summed, at most
+
+
+def fsdp2_dtypes(model: Module) -> Fsdp2Dtypes | None:
+    """Return the dtypes of the first module of a model that FSDP2 runs in another one; None if there is none."""
+    module: Any
+    for module in model.modules():
+        if not callable(getattr(module, "_get_fsdp_state", None)):
+            continue
+        policy: Any = module._get_fsdp_state()._mp_policy
+        if policy.param_dtype is None and policy.reduce_dtype is None:
+            continue
+        meshes = [each.device_mesh for each in module.parameters() if hasattr(each, "placements")]
+        ranks = max((size for mesh in meshes[:1] for size in mesh.shape), default=1)
+        output = policy.output_dtype or (policy.param_dtype if module is model else None)
+        return Fsdp2Dtypes(policy.param_dtype, policy.reduce_dtype or policy.param_dtype, output, ranks)
+    return None
+
+
+def refuse_other_dtypes(model: Module, precision: TrainPrecision) -> None:
+    """Raise if FSDP2 runs the model in another 16-bit dtype than the engine, or in FP16 without a loss scale."""
+    dtypes = fsdp2_dtypes(model)
+    compute = None if dtypes is None else dtypes.compute
+    if compute not in (torch.float16, torch.bfloat16) or compute == precision.dtype:
+        return
+    if compute == torch.bfloat16 and precision.dtype is None and not precision.scaled:
+        return  # FSDP does all casts, and BF16 needs no loss scale
+    dtype, right = str(compute).removeprefix("torch."), "fp16" if compute == torch.float16 else "bf16"
+    raise BadInput(
+        f"Engine(precision={precision.name!r}): the model is sharded with MixedPrecisionPolicy(param_dtype="
+        f"torch.{dtype}), which runs it in {right.upper()}. Use precision={right!r}, or a policy without param_dtype."
+    )
 
 
 class Ranks:

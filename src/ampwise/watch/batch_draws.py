@@ -26,11 +26,13 @@ from torch.utils.data import ConcatDataset, Subset, dataloader, default_collate
 from ampwise.trace.call_arguments import outer_variables
 from ampwise.trace.call_site import code_owner
 from ampwise.trace.diagnosis import NAMED_SAMPLES
-from ampwise.trace.failure import BadTensor, DataOrigin, Failure
+from ampwise.trace.failure import Failure
+from ampwise.trace.failure_facts import BadTensor, DataOrigin
 from ampwise.trace.op_inspection import values_of
 from ampwise.trace.value_ranges import bytes_of, readable_values
-from ampwise.watch.batch_origin import Observation, is_bad
+from ampwise.watch.batch_origin import GUARD, Observation
 from ampwise.watch.inspection import version_of
+from ampwise.watch.numpy_errors import KINDS, NumpyWarnings, is_bad
 from ampwise.watch.patches import Patches
 
 __all__ = ["BatchDraws", "is_safe_to_draw"]
@@ -85,20 +87,21 @@ class BatchDraws:
         self._batches: deque[DrawnBatch] = deque()
         self._known: dict[tuple[int, Path], DataOrigin] = {}  # by dataset and tensor
         self._draws = 0
+        self._numpy = NumpyWarnings()
 
     def __bool__(self) -> bool:
         """Whether DataLoaders have given batches."""
         return bool(self._batches)
 
     def install(self, patches: Patches) -> None:
+        self._numpy.install(patches)
         patches.wrap(dataloader._BaseDataLoaderIter, "_next_index", self.index_taken)
-        patches.wrap(dataloader._BaseDataLoaderIter, "__next__", self.batch_returned)
 
     def forget(self) -> None:
         self._batches.clear()
         self._asked.clear()
 
-    # Wrappers, which run at each batch
+    # At each batch
 
     def index_taken(self, original: Callable[..., Any], iterator: Any) -> Any:
         if iterator._num_yielded == 0 and getattr(iterator, "_send_idx", 0) == 0:
@@ -109,20 +112,15 @@ class BatchDraws:
             asked.append(index)
         return index
 
-    def batch_returned(self, original: Callable[..., Any], iterator: Any) -> Any:
-        data = index = None
-        try:
-            data = original(iterator)
-        finally:
-            asked = self._asked.get(iterator)
-            if asked:
-                index = asked.popleft()
+    def batch_returned(self, iterator: Any, batch: Any) -> None:
+        """Keep what ``__next__`` has returned; None if it failed."""
+        asked = self._asked.get(iterator)
+        index = asked.popleft() if asked else None
         if index is not None:
             try:
-                self._keep(iterator, index, data)
+                self._keep(iterator, index, batch)
             except Exception:  # from a class of the script's own
                 self._batches.clear()
-        return data
 
     def _keep(self, iterator: Any, index: Any, data: Any) -> None:
         is_map = iterator._dataset_kind == dataloader._DatasetKind.Map
@@ -147,11 +145,16 @@ class BatchDraws:
         source = failure.source
         if source is None or source.what not in ("batch", "other"):
             return failure
+        drawn = None
         with suppress(Exception, SystemExit):
             drawn = self._origin(source, batch.get(source.name))
-            if drawn is not None:
-                return failure.but(source=replace(source, drawn=drawn))
-        return failure
+        if len(self._numpy.sites) == 1 and (drawn is None or drawn.how != "computed"):
+            ((site, kind),) = self._numpy.sites.items()
+            if drawn is None:
+                return failure.but(source=replace(source, made_at=site))
+            cause = "; ".join(filter(None, (f"NumPy has warned of {KINDS[kind]}", drawn.cause)))
+            drawn = replace(drawn, how="computed", cause=cause, fix=GUARD, site=site)
+        return failure if drawn is None else failure.but(source=replace(source, drawn=drawn))
 
     def _origin(self, source: BadTensor, tensor: Tensor | None) -> DataOrigin | None:
         for batch in reversed(self._batches):

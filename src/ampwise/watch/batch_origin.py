@@ -7,50 +7,42 @@ What neither of them computed was in the data already, or was computed in plain 
 from __future__ import annotations
 
 import ast
-import linecache
 import logging
 import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import lru_cache
 from inspect import unwrap
-from itertools import islice
-from types import FrameType, FunctionType, TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ampwise.finding.call_site import CallSite
-from ampwise.trace.call_site import code_owner, site_of, stop_stack_search
+from ampwise.trace.call_site import code_owner, stop_stack_search
 from ampwise.trace.diagnosis import findings_about
-from ampwise.trace.failure import DataOrigin, Failure, Origin
-from ampwise.trace.names_in_code import bound_names, call_name, free_names
+from ampwise.trace.failure import Failure
+from ampwise.trace.failure_facts import DataOrigin, Origin
+from ampwise.trace.module_paths import ModulePaths
+from ampwise.trace.names_in_code import bound_names, tree_of
 from ampwise.trace.op_inspection import inspect_op
 from ampwise.trace.python_state import PythonState, muted_output
 from ampwise.trace.ranks import collectives_refused
-from ampwise.trace.recorder import ModulePaths, OpRecorder, RecordedOp, tensors_in, written_arguments
+from ampwise.trace.recorder import OpRecorder, RecordedOp, tensors_in, written_arguments
 from ampwise.trace.replay import is_finite
 from ampwise.trace.slicing import slice_back
 from ampwise.train.random_state import capture_random, restore_random
+from ampwise.watch.numpy_errors import KINDS, NumpyError, as_array, is_bad, numpy_errors
 
-__all__ = ["Observation"]
+__all__ = ["GUARD", "Observation"]
 
 T = TypeVar("T")
 
 MOST_PARTS = 64  # parts of a dataset's attribute to look at
-MOST_NUMBERS = 2**17  # items of a list to look at
-MOST_DEPTH = 4
 FEW_COLUMNS = 3
-NUMPY_ERRORS = {
-    "divide by zero": "a division by zero",
-    "invalid value": "an invalid value, such as 0/0",
-    "overflow": "an overflow",
-}
-REPAIRS = ("nan_to_num", "where", "clip")
 GUARD = (
     "Guard this operation for such samples, or leave them out where the dataset is made. `torch.nan_to_num` on the "
     "batch hides the cause, and the model learns from zeros."
@@ -61,27 +53,6 @@ CLEAN = (
 )
 
 
-class NumpyError(NamedTuple):
-    """A floating-point error of NumPy."""
-
-    kind: str  # "divide by zero"
-    site: CallSite
-    frame: FrameType  # of the script's function, which keeps its variables
-    statement: ast.stmt | None
-    was_given_bad: bool  # a variable that the statement reads was not finite
-    collates: bool  # it happened when samples were collated
-
-    @property
-    def is_repaired(self) -> bool:
-        """Whether what the statement assigned is finite in the end: `np.where(std > 0, x / std, 0)`."""
-        if self.statement is None:
-            return False
-        names = [name for name in bound_names(self.statement) if name in self.frame.f_locals]
-        if not names:  # `return np.nan_to_num(x / std)`
-            return any(isinstance(node, ast.Call) and call_name(node) in REPAIRS for node in ast.walk(self.statement))
-        return not any(is_bad(self.frame.f_locals[name]) for name in names)
-
-
 class Observation:
     """A context in which functions of a dataset run unnoticed by the script, and are observed.
 
@@ -90,8 +61,8 @@ class Observation:
     """
 
     def __init__(self, things: Sequence[Any]) -> None:
-        self.errors: list[NumpyError] = []
-        self._things, self._collates = things, False
+        self._things = things
+        self._errors: dict[bool, list[NumpyError]] = {False: [], True: []}  # by whether samples were collated
         self._state = PythonState(copies_arrays=False)
         self._recorder = _DrawRecorder(ModulePaths([], self._state))
         self._stack = ExitStack()
@@ -121,28 +92,8 @@ class Observation:
     @stop_stack_search  # frames further out are not those of the dataset
     def run(self, function: Callable[[], T], *, collates: bool = False) -> T:
         """Run a function that draws or collates samples."""
-        self._collates = collates
-        numpy = sys.modules.get("numpy")
-        errors: Any = nullcontext()
-        if numpy is not None:
-            errors = numpy.errstate(all="call", under="ignore", call=self._numpy_failed)
-        with errors, self._recorder:
+        with numpy_errors(self._errors[collates]), self._recorder:
             return function()
-
-    def _numpy_failed(self, kind: str, flag: int) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and code_owner(frame.f_code.co_filename) != "own":
-            if frame.f_code is Observation.run.__code__:
-                return
-            frame = frame.f_back
-        if frame is None:
-            return
-        code, line = frame.f_code, frame.f_lineno
-        statement = _statement_at(code.co_filename, line)
-        read = set() if statement is None else free_names(statement)
-        given_bad = any(is_bad(frame.f_locals[name]) for name in read if name in frame.f_locals)
-        site = site_of((code.co_filename, line, code.co_name), None)
-        self.errors.append(NumpyError(kind, site, frame, statement, given_bad, self._collates))
 
     # What made a bad value
 
@@ -167,11 +118,11 @@ class Observation:
         in_samples = is_bad(part)
         leaves = [read.storage.leaf for _, read, _ in found.sources if read.storage.leaf is not None]
         held = _held_by(dataset, index, leaves, by_index=_bad_parts(sample) == 1) if in_samples else None
-        errors = [each for each in self.errors if each.collates != in_samples]
+        errors = self._errors[not in_samples]
         sites = {each.site: each for each in errors if not each.was_given_bad and not each.is_repaired}
         if len(sites) == 1 and (held is None or not held.is_certain):
             error = next(iter(sites.values()))
-            cause = f"NumPy reports {NUMPY_ERRORS.get(error.kind, error.kind)}"
+            cause = f"NumPy reports {KINDS[error.kind]}"
             return replace(known, how="computed", cause=cause, fix=GUARD, site=error.site)
         returned_by = own_function(dataset if in_samples else collate)
         if held is not None and (held.is_certain or not sites):
@@ -216,38 +167,12 @@ class _DrawRecorder(OpRecorder):
 # Data
 
 
-def is_bad(value: Any, depth: int = MOST_DEPTH) -> bool:
-    """Return whether numbers, tensors or arrays in a value are not finite."""
-    if isinstance(value, float):
-        return not math.isfinite(value)
-    if isinstance(value, Tensor):
-        return not is_finite(value)
-    if isinstance(value, Mapping | list | tuple):
-        parts = value.values() if isinstance(value, Mapping) else value
-        return bool(depth) and any(is_bad(each, depth - 1) for each in islice(parts, MOST_NUMBERS))
-    numbers = _as_array(value)
-    return numbers is not None and not bool(sys.modules["numpy"].isfinite(numbers).all())
-
-
 def _bad_parts(sample: Any) -> int:
     """Return how many parts of a sample are not finite; a list of numbers is one part."""
     parts = list(sample.values()) if isinstance(sample, Mapping) else sample
     if not isinstance(parts, list | tuple) or all(isinstance(each, int | float) for each in parts):
         return int(is_bad(sample))
     return sum(map(_bad_parts, parts))
-
-
-def _as_array(value: Any) -> Any:
-    """Return the floating-point numbers of an array, or of a column or table of pandas; None for anything else."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and not isinstance(value, numpy.ndarray | numpy.generic):
-        if type(value).__module__.partition(".")[0] != "pandas":
-            return None
-        with suppress(Exception):
-            value = value.select_dtypes("number") if value.ndim == 2 else value
-            value = value.to_numpy(dtype=float)
-    is_float = getattr(getattr(value, "dtype", None), "kind", "") == "f"
-    return value if numpy is not None and is_float else None
 
 
 class Held(NamedTuple):
@@ -286,7 +211,7 @@ def _held_by(dataset: Any, index: Any, leaves: Sequence[Tensor], *, by_index: bo
 def _shares_memory(value: Any, leaf: Tensor) -> bool:
     if isinstance(value, Tensor):
         return value.device == leaf.device and value.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()
-    numbers = None if isinstance(value, Mapping) else _as_array(value)
+    numbers = None if isinstance(value, Mapping) else as_array(value)
     if numbers is None or not leaf.is_cpu or not hasattr(numbers, "__array_interface__"):
         return False
     return bool(sys.modules["numpy"].may_share_memory(numbers, leaf.detach().numpy()))
@@ -319,7 +244,7 @@ def _assigned_at(dataset: Any, attribute: str) -> CallSite | None:
     found: list[CallSite] = []
     for kind in type(dataset).__mro__:
         code = next((each.__code__ for each in vars(kind).values() if isinstance(each, FunctionType)), None)
-        tree = _tree(code.co_filename) if code is not None and code_owner(code.co_filename) == "own" else None
+        tree = tree_of(code.co_filename) if code is not None and code_owner(code.co_filename) == "own" else None
         if code is None or tree is None:
             continue
         classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == kind.__name__]
@@ -333,19 +258,3 @@ def _assigned_at(dataset: Any, attribute: str) -> CallSite | None:
                 if isinstance(node, ast.Assign | ast.AnnAssign) and f"{own}.{attribute}" in bound_names(node, own)
             ]
     return found[0] if len(found) == 1 else None
-
-
-@lru_cache(maxsize=32)
-def _tree(file: str) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
-        return None
-
-
-def _statement_at(file: str, line: int) -> ast.stmt | None:
-    """Return the innermost statement without a block of its own at a line."""
-    tree = _tree(file)
-    every = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)] if tree is not None else []
-    found = [node for node in every if not hasattr(node, "body") and node.lineno <= line <= (node.end_lineno or 0)]
-    return found[-1] if found else None

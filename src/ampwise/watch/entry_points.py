@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from math import isfinite
 from threading import get_ident
 from types import FrameType
@@ -24,16 +25,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from ampwise.trace.call_site import calling_site, code_owner
-from ampwise.trace.replay import is_finite
 from ampwise.train.scaler.gradients import first_device
 from ampwise.watch.gradients import is_ours
 from ampwise.watch.inspection import PRECISIONS, mark_scaled, unwrapped
-from ampwise.watch.overhead import StepSkipper
 from ampwise.watch.patches import Patches, hidden_from_warnings
-from ampwise.watch.tracker import CallTracker
+from ampwise.watch.value_reads import Guard, ValueReads
 
 if TYPE_CHECKING:
-    from ampwise.watch.watch import Watch
+    from ampwise.watch.step_watch import StepWatch
 
 __all__ = ["EntryPoints"]
 
@@ -48,23 +47,18 @@ class EntryPoints:
     Most methods are what runs instead of the function of torch that they are named after; they are given the original.
     """
 
-    def __init__(self, patches: Patches, tracker: CallTracker, watch: Watch, skipper: StepSkipper) -> None:
-        self._patches, self._tracker, self._watch, self._skipper = patches, tracker, watch, skipper
-        self._follows, self._guard = tracker.follows, _Guard(watch, skipper)
+    def __init__(self, patches: Patches, watch: StepWatch) -> None:
+        self._patches, self._watch, self._tracker, self._skipper = patches, watch, watch.tracker, watch.skipper
+        self._follows, self._guard = watch.tracker.follows, Guard(watch)
         self._running: list[tuple[str, int]] = []  # calls that are followed, by ``once`` and object
         self._targets: list[int] = []  # ids of optimizers that scalers are stepping
         self._ran: set[int] = set()  # ids of those whose own step was called
         self._stepping: list[int] = []  # ids of optimizers that are stepping without a scaler
+        self._in_compiled_step = self._removed = False
         # Tensor.backward looks it up at each call, so this one patch is enough.
         patches.replace(torch.autograd, "backward", self._wrapped_backward)
-        for name in ("item", "__float__"):
-            patches.replace(Tensor, name, self._wrapped_read)
-        for name in ("isnan", "isinf", "isfinite"):
-            patches.replace(torch, name, self._wrapped_question)
-            patches.replace(Tensor, name, self._wrapped_question)
-        for name in ("__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
-            patches.replace(Tensor, name, self._wrapped_comparison)
-        patches.replace(Tensor, "numpy", self._wrapped_question)
+        patches.replace(torch.autograd, "grad", self._wrapped_grad)
+        ValueReads(patches, watch, self._guard, self.follow_again)
         self._follow(GradScaler, "__init__", self.scaler_init)
         self.wrap_scaler(GradScaler)
         self._follow(Optimizer, "__init__", self.optimizer_init)
@@ -88,19 +82,16 @@ class EntryPoints:
             (nn.Module, "half", self.convert),
             (nn.Module, "bfloat16", self.convert),
             (dataloader.DataLoader, "__iter__", self.loader_starts),
-            (dataloader._BaseDataLoaderIter, "__next__", self.next_batch),
         )
         for kind, name, watched in watched_calls:
             self._follow(kind, name, watched, claims=False)
-        for name in ("nan_to_num", "nan_to_num_"):
-            patches.replace(torch, name, self._wrapped_replacement)
-            patches.replace(Tensor, name, self._wrapped_replacement)
         self._hooks = [
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
         ]
 
     def remove(self) -> None:
+        self._removed = True
         for hook in self._hooks:
             hook.remove()
 
@@ -157,7 +148,7 @@ class EntryPoints:
         call._ampwise = True  # type: ignore[attr-defined]
         return call
 
-    def _follow_again(self) -> None:
+    def follow_again(self) -> None:
         """Follow again, from the middle of a step on, as something unusual has happened."""
         with self._guard:
             self._skipper.follow_next_steps()
@@ -186,7 +177,7 @@ class EntryPoints:
                     if frame is not None and type(tensors) is Tensor:
                         skipper.last_backward = frame, frame.f_lasti, tensors.detach()  # without its graph
                     return original(tensors, *args, **kwargs)
-                self._follow_again()
+                self.follow_again()
             return watched(tensors, *args, **kwargs)
 
         call._ampwise = True  # type: ignore[attr-defined]
@@ -206,74 +197,34 @@ class EntryPoints:
         except RuntimeError as error:
             if kept is not None and "returned nan values" in str(error):  # torch's anomaly detection
                 with self._guard, self._follows.paused():
-                    self._watch.explain_now(kept, kept.value, raised=True)
+                    self._watch.bad_steps.explain_now(kept, kept.value, raised=True)
             raise
         if backward_pass is not None:
             with self._guard:
                 self._tracker.backward_ended(backward_pass)
                 self._watch.learning.backward_ended()
-                self._watch.backward_ended(kept)
+                if kept is not None:
+                    self._watch.bad_steps.backward_ended(kept)
         return result
 
-    def _gradients_unusable(self) -> None:
-        for optimizer, state in self._tracker.optimizers.pairs():
-            self._watch.gradients_unusable(optimizer, state)
-
-    def _read_by(self, frame: FrameType, tensor: Tensor) -> None:
-        """Explain a value that is not finite, if the script itself reads it."""
-        if code_owner(frame.f_code.co_filename) != "own":
-            return
-        if self._skipper.on:
-            self._follow_again()
-        with self._guard, self._follows.paused():
-            if tensor.grad_fn is None:  # perhaps the norm of the gradients
-                self._gradients_unusable()
-            self._watch.loss_read(frame, tensor)
-
-    def _wrapped_read(self, original: Function) -> Function:
-        """Return a function that reads a value of a tensor, and looks at it if it is not finite."""
+    def _wrapped_grad(self, original: Function) -> Function:
+        """Return ``autograd.grad`` that looks at the gradients of parameters, with which a script updates by hand."""
         follows = self._follows
 
-        def read(tensor: Tensor, *args: Any) -> Any:
-            value = original(tensor, *args)
-            if value - value != 0 and torch.is_grad_enabled() and not torch.compiler.is_compiling() and follows():
-                self._read_by(sys._getframe(1), tensor)
-            return value
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            found = original(outputs, inputs, *args, **kwargs)
+            if torch.compiler.is_compiling() or kwargs.get("create_graph") or not follows():
+                return found
+            loss = outputs if isinstance(outputs, Tensor) else outputs[0] if len(outputs) == 1 else None
+            every = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+            if loss is not None and loss.numel() == 1 and every and isinstance(every[0], nn.Parameter):
+                if self._skipper.on:
+                    self.follow_again()
+                with self._guard, self._follows.paused():
+                    self._watch.bad_steps.gradients_computed(sys._getframe(1), loss, found)
+            return found
 
-        return read
-
-    def _wrapped_question(self, original: Function) -> Function:
-        """Return a function such as ``torch.isnan`` that looks at a loss that is not finite."""
-        follows = self._follows
-
-        def ask(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            answer = original(tensor, *args, **kwargs)
-            asks_number = isinstance(tensor, Tensor) and tensor.numel() == 1
-            if asks_number and not torch.compiler.is_compiling() and follows() and not isfinite(tensor.detach()):
-                self._read_by(sys._getframe(1), tensor)
-            return answer
-
-        return ask
-
-    def _wrapped_comparison(self, original: Function) -> Function:
-        """Return a comparison, such as ``loss != loss``, that looks at a loss that is not finite."""
-        follows = self._follows
-
-        def compare(tensor: Tensor, other: Any) -> Any:
-            answer = original(tensor, other)
-            if (
-                tensor.numel() == 1
-                and tensor.is_cpu  # elsewhere this would sync
-                and tensor.is_floating_point()
-                and tensor.requires_grad
-                and not torch.compiler.is_compiling()
-                and follows()
-                and not isfinite(tensor.detach())
-            ):
-                self._read_by(sys._getframe(1), tensor)
-            return answer
-
-        return compare
+        return grad
 
     # Scalers
 
@@ -288,7 +239,7 @@ class EntryPoints:
             scaled = original(scaler, outputs)
             if scaler._enabled and not torch.compiler.is_compiling():
                 if self._skipper.on:
-                    self._follow_again()
+                    self.follow_again()
                 with self._guard:
                     self._skipper.allowed = False
                     self._tracker.scaler_used(scaler)
@@ -358,18 +309,38 @@ class EntryPoints:
         with self._guard:
             for optimizer, state in self._tracker.zeroes(thing):  # a script that drops them may have a reason
                 if first_device([optimizer]).type == "cpu":  # on a GPU this would sync
-                    self._watch.gradients_unusable(optimizer, state)
+                    self._watch.bad_steps.gradients_unusable(optimizer, state)
             self._tracker.zeroed(thing)
         return original(thing, *args, **kwargs)
+
+    def followed_step(self, optimizer: Any, compiled: Function) -> Function:
+        """Return a compiled step with what its hooks do around it: inside of compiled code they do nothing."""
+        refer = weakref.ref(optimizer)
+
+        @wraps(compiled)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            optimizer = refer()
+            if optimizer is None or self._in_compiled_step or self._removed:
+                return compiled(*args, **kwargs)
+            self.before_step(optimizer, (optimizer, *args), kwargs)
+            self._in_compiled_step = True  # parts of it, or all, may run eagerly
+            try:
+                result = compiled(*args, **kwargs)
+            finally:
+                self._in_compiled_step = False
+            self.after_step(optimizer, (optimizer, *args), kwargs)
+            return result
+
+        return step
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._skipper.on and len(args) == 1 and not kwargs and _first_is_finite(optimizer):
             return
-        if torch.compiler.is_compiling() or not self._follows():
+        if torch.compiler.is_compiling() or self._in_compiled_step or not self._follows():
             return
         if self._skipper.on:  # the argument may be a closure
             self._skipper.allowed = False
-            self._follow_again()
+            self.follow_again()
         if self._targets:  # within a scaler's step, of this optimizer or of its wrapper
             self._ran.update(self._targets)
         elif self._stepping in ([], [id(optimizer)]):  # the same optimizer: its last step has failed
@@ -397,7 +368,7 @@ class EntryPoints:
             with self._guard:
                 self._watch.follow_again()
             return
-        if torch.compiler.is_compiling() or not self._follows():
+        if torch.compiler.is_compiling() or self._in_compiled_step or not self._follows():
             return
         if self._targets or self._stepping != [id(optimizer)]:  # within another optimizer's step
             return
@@ -420,9 +391,9 @@ class EntryPoints:
             try:
                 return original(parameters, *args, **kwargs)
             except RuntimeError:  # error_if_nonfinite=True
-                self._follow_again()
+                self.follow_again()
                 with self._guard:
-                    self._gradients_unusable()
+                    self._watch.bad_steps.any_gradients_unusable()
                 raise
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may be a generator
         with self._guard:
@@ -437,7 +408,7 @@ class EntryPoints:
             return original(given, *args, **kwargs)
         except RuntimeError:  # error_if_nonfinite=True
             with self._guard:
-                self._gradients_unusable()
+                self._watch.bad_steps.any_gradients_unusable()
             raise
 
     def scheduler_init(self, original: Function, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -480,6 +451,8 @@ class EntryPoints:
         if parameter is not None:
             with self._guard:
                 self._watch.ties.registered(module, name, before, parameter)
+                if self._watch.learning.parameter_made() and self._skipper.on:
+                    self.follow_again()
 
     def convert(self, original: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(model, *args, **kwargs)
@@ -493,29 +466,12 @@ class EntryPoints:
             self._watch.loop.loader_starts(loader, iterator)
         return iterator
 
-    def next_batch(self, original: Function, iterator: Any) -> Any:
-        batch = original(iterator)
+    def batch_drawn(self, iterator: Any, batch: Any) -> None:
+        """Note a batch that a DataLoader has returned, in any thread."""
         with self._guard:
-            self._watch.loop.batch_drawn(iterator)
-        return batch
-
-    def _wrapped_replacement(self, original: Function) -> Function:
-        """Return a function such as ``torch.nan_to_num`` that notes NaN in a loss or a gradient."""
-        follows = self._follows
-
-        def replace(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not isinstance(tensor, Tensor) or not tensor.is_cpu or not follows():
-                return original(tensor, *args, **kwargs)  # on a GPU looking at it would sync
-            with self._guard:
-                is_loss = tensor.numel() == 1 and tensor.requires_grad
-                if (is_loss or not tensor.requires_grad) and not is_finite(tensor.detach()):
-                    if is_loss or self._watch.loop.is_gradient(tensor):
-                        self._watch.loop.nan_replaced("loss" if is_loss else "gradient")
-                    if is_loss:
-                        self._read_by(sys._getframe(1), tensor)
-            return original(tensor, *args, **kwargs)
-
-        return replace
+            self._watch.bad_steps.draws.batch_returned(iterator, batch)
+            if batch is not None and self._follows.may_be_this():
+                self._watch.loop.batch_drawn(iterator)
 
     def autocast_enter(self, original: Function, region: Any) -> Any:
         result = original(region)
@@ -528,27 +484,6 @@ class EntryPoints:
         with self._guard:
             self._tracker.saved(obj)
         return original(obj, *args, **kwargs)
-
-
-class _Guard:
-    """Context that measures the time spent in it, and reports its errors to the watch: training goes on."""
-
-    def __init__(self, watch: Watch, skipper: StepSkipper) -> None:
-        self._watch, self._skipper = watch, skipper
-        self._began: list[float] = []  # a stack, as contexts may be nested
-
-    def __enter__(self) -> None:
-        self._began.append(self._skipper.clock())
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> bool:
-        skipper = self._skipper
-        try:
-            if isinstance(error, Exception):
-                self._watch.failed(error)
-                return True
-            return False
-        finally:
-            skipper.spent += skipper.clock() - self._began.pop()
 
 
 def _first_is_finite(optimizer: Any) -> bool:

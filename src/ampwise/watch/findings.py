@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ampwise.runs.layout import FINDINGS, LARGEST_MANIFEST, MANIFEST
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import CountedFinding
 from ampwise.watch.gradient_health import GradientHealth
-from ampwise.watch.run_events import RunEvents
+from ampwise.watch.run_events import ReplicaSum, RunEvents
 
 __all__ = [
     "FROM_ANOTHER_RANK",
@@ -146,7 +147,7 @@ def add_findings_of_ranks(folder: Path) -> None:
     except BadInput:  # no process was started
         return
     together = Findings()
-    together.judge_whole(RunEvents(scales_by_rank=run.scales_by_rank()))
+    together.judge_whole(RunEvents(scales_by_rank=run.scales_by_rank(), replicas=_replica_sums(run)))
     parts = [run, *run.ranks.values()]
     causes = [seen.finding for part in parts for seen in part.findings if is_cause(seen.finding)]
     explained = {finding.place.step for finding in causes}
@@ -165,6 +166,27 @@ def add_findings_of_ranks(folder: Path) -> None:
             manifest = read_json(part.folder / MANIFEST, LARGEST_MANIFEST)
             manifest["facts"]["not_measured"] = left
             write(part.folder / MANIFEST, manifest)
+
+
+def _replica_sums(run: Run) -> dict[int, list[ReplicaSum]]:
+    """Return the sums in the records of all ranks; those of a damaged record are left out."""
+    found: dict[int, list[ReplicaSum]] = {}
+    for rank, part in {run.rank: run, **run.ranks}.items():
+        rows = part.facts.get("replicas")
+        with suppress(TypeError, ValueError, KeyError):
+            found[rank] = [
+                ReplicaSum(
+                    optimizer=int(row["optimizer"]),
+                    step=int(row["step"]),
+                    wrapped=row["wrapped"] is True,
+                    weights=tuple(map(float, row["weights"])),
+                    gradients=tuple(map(float, row["gradients"])),
+                    file=str(row["file"]),
+                    line=int(row["line"]),
+                )
+                for row in (rows if isinstance(rows, list) else ())
+            ]
+    return found
 
 
 def list_passed_checks(

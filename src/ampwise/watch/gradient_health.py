@@ -117,6 +117,17 @@ class Streak:
         return self.lowest_scale <= NO_SCALING or persists or self.implausible
 
 
+@dataclass(frozen=True, slots=True)
+class Collapse:
+    """Skipped steps through which the loss scale fell too far."""
+
+    first: int
+    last: int
+    count: int  # of skipped steps from the first to the last
+    first_scale: float
+    lowest_scale: float
+
+
 class Streaks:
     """Streaks of a run, built step by step; details of bad steps may come before or shortly after their rows."""
 
@@ -189,8 +200,8 @@ class Streaks:
         module = next((bad.module for bad in inside if bad.module and bad.healthy_before), None)
         return replace(inside[0], module=inside[0].module or module)
 
-    def collapse(self) -> Streak | None:
-        """Return the longest run of bad steps in which the scale fell too far, whatever was bad about each step."""
+    def collapse(self) -> Collapse | None:
+        """Return how the scale fell too far, whatever was bad about each step; None if it did not."""
         joined: list[Streak] = []
         for streak in self.all:
             if joined and streak.first == joined[-1].last + 1:
@@ -199,15 +210,21 @@ class Streaks:
                 joined[-1] = replace(joined[-1], last=streak.last, count=count, lowest_scale=min(scales, default=None))
             else:
                 joined.append(streak)
-        fallen = []
-        for streak in joined:
-            if streak.first_scale is None or streak.lowest_scale is None:
-                continue
-            below = streak.lowest_scale < NO_SCALING and self.total - 1 + streak.count >= FALLS
-            fell = streak.lowest_scale < streak.first_scale  # an engine keeps the scale if the loss itself is bad
-            if below or (fell and streak.after_good and streak.count >= LONG):
-                fallen.append(streak)
-        return max(fallen, key=lambda streak: streak.count, default=None)
+        scaled = [each for each in joined if each.first_scale is not None and each.lowest_scale is not None]
+        longest = max(scaled, key=lambda streak: streak.count, default=None)
+        if longest is None or longest.first_scale is None or longest.lowest_scale is None:
+            return None
+        # An engine keeps the scale if the loss itself is bad.
+        if longest.lowest_scale < longest.first_scale and longest.after_good and longest.count >= LONG:
+            return Collapse(longest.first, longest.last, longest.count, longest.first_scale, longest.lowest_scale)
+        lowest = min(each.lowest_scale for each in scaled if each.lowest_scale is not None)
+        count = sum(each.count for each in scaled)
+        if lowest >= NO_SCALING or count < FALLS:
+            return None
+        last = next(each.last for each in reversed(scaled) if each.lowest_scale == lowest)
+        until = [each for each in scaled if each.last <= last]
+        first_scale = max(each.first_scale or 0.0 for each in until)
+        return Collapse(until[0].first, last, sum(each.count for each in until), first_scale, lowest)
 
     def _mark_corrupted(self, step: int, *, bad_loss: bool) -> None:
         streak = next((each for each in reversed(self.all) if each.first <= step <= each.last), None)
@@ -299,6 +316,7 @@ class GradientHealth:
     ) -> None:
         self.optimizer, self.precision, self.names = optimizer, precision, names
         self.growth_interval, self.backoff_factor = growth_interval, backoff_factor
+        self.reduced_in, self.ranks = "", 1  # in what FSDP2 sums gradients over ranks, if known; how many ranks
         # Steps
         self.steps = 0
         self.last_step: int | None = None

@@ -23,7 +23,16 @@ from ampwise.train.scaler.step_result import AsyncScalars
 from ampwise.watch.gradient_health import UpdateCounts
 from ampwise.watch.inspection import parameters_of
 from ampwise.watch.overhead import TimeBudget
-from ampwise.watch.tracker import TrackedOptimizer
+from ampwise.watch.shards import (
+    ShardCounts,
+    ShardExchange,
+    ShardGroup,
+    is_counted,
+    is_read,
+    local_gradient,
+    shard_group,
+)
+from ampwise.watch.tracked import TrackedOptimizer
 
 __all__ = [
     "GradientReader",
@@ -39,6 +48,7 @@ __all__ = [
 READING_SHARE = 0.02  # share of the time for reading gradients
 SAMPLING_SHARE = 0.01  # share of the time for turning counts into censuses
 PATIENCE = 3  # skipped steps in a row after which the bad parameters are named
+MOST_PENDING = 16  # steps whose numbers from other ranks are waited for
 COMPARED_TENSORS = 16  # weights to compare before and after an update
 COMPARED_VALUES = 4096  # of each
 
@@ -94,6 +104,8 @@ class ReadStep:
     counts: list[_PendingCounts] | None  # if the step is sampled
     posted: AsyncScalars | None
     row: StepRow
+    shards: ShardGroup | None = None  # who counts the gradients, if they are sharded over ranks
+    of_all: ShardCounts | None = None  # of the shards of all ranks, once they have arrived
     finite: bool = True  # loss and gradients, as far as they were read
     sample: LayerSample | None = None
     bad: tuple[str, ...] = ()  # parameters whose gradients are not finite; empty for an ordinary overflow
@@ -101,6 +113,12 @@ class ReadStep:
 
     def layers(self) -> dict[str, Census]:
         """Return the census of each parameter. Without ``counts`` this syncs with the device."""
+        if self.of_all is not None and self.of_all.layers:
+            return {self.names[index]: census for index, census in self.of_all.layers.items()}
+        return {self.names[index]: census for index, census in self.own_layers().items()}
+
+    def own_layers(self) -> dict[int, Census]:
+        """Return the census of each parameter by its index; of this rank's shards, where gradients are sharded."""
         if self.reading is None:
             return {}
         counts = self.counts
@@ -112,7 +130,14 @@ class ReadStep:
         for part in counts:
             found.update(zip(part.positions, part.fetch(), strict=True))
         by_parameter = zip(self.reading.parameters, sorted(found), strict=True)
-        return {self.names[parameter]: found[position] for parameter, position in by_parameter}
+        return {parameter: found[position] for parameter, position in by_parameter}
+
+    def own_counts(self, totals: Sequence[float]) -> ShardCounts:
+        """Return what this rank counts of sharded gradients; by parameter if the step is sampled."""
+        layers = self.own_layers() if self.counts is not None else {}
+        assert self.shards is not None
+        owned = {index: census for index, census in layers.items() if self.shards.owned[index]}
+        return ShardCounts(totals=totals, layers=owned)
 
 
 class _PendingCounts:
@@ -140,6 +165,8 @@ class GradientReader:
 
     def __init__(self, callback: Callable[[ReadStep], None], every: int | None = None) -> None:
         self._callback = callback
+        self._every = every
+        self._exchange = ShardExchange()
         self._began = time.monotonic()
         self._reads = TimeBudget(READING_SHARE, None if every is None else 1)
         self._samples = TimeBudget(SAMPLING_SHARE, every)
@@ -153,23 +180,30 @@ class GradientReader:
             return
         state.read = True
         self._readings.pop(state.index, None)
-        if not (self._reads.is_due() or not are_finite_on_host(optimizer)):
+        grads = [each.grad for group in optimizer.param_groups for each in group["params"]]
+        sharded = any(hasattr(grad, "placements") for grad in grads)
+        if sharded:
+            group = shard_group(optimizer)
+            if group is None or not is_read(state.steps + 1, self._every):
+                return
+            self._exchange.open(group)
+        elif not (self._reads.is_due() or not are_finite_on_host(grads)):
             return
         began = time.perf_counter()
-        grads = [each.grad for group in optimizer.param_groups for each in group["params"]]
-        # The sum of gradients that are sharded over ranks would need communication.
-        if not any(hasattr(grad, "placements") for grad in grads):
-            if any(grad is not None and (grad.is_sparse or grad.is_conj()) for grad in grads):
+        with torch.no_grad():
+            if sharded:
+                grads = [local_gradient(grad) for grad in grads]
+            if sharded or any(grad is not None and (grad.is_sparse or grad.is_conj()) for grad in grads):
                 # Reading would coalesce or resolve these: read copies instead.
                 copies = [grad if grad is None or not grad.is_sparse else grad.coalesce() for grad in grads]
                 copies = [grad if grad is None or not grad.is_conj() else grad.resolve_conj() for grad in copies]
                 params = [SimpleNamespace(grad=grad) for grad in copies]
                 optimizer = SimpleNamespace(param_groups=[{"params": params}])
-            with torch.no_grad():
-                gradients = collect_gradients(optimizer)
-                if len(gradients):
-                    self._readings[state.index] = read_gradients(gradients, scale)
-        self._reads.took(time.perf_counter() - began)
+            gradients = collect_gradients(optimizer)
+            if len(gradients):
+                self._readings[state.index] = read_gradients(gradients, scale)
+        if not sharded:
+            self._reads.took(time.perf_counter() - began)
 
     def step_ended(self, optimizer: Any, state: TrackedOptimizer, names: Sequence[str], outcome: StepOutcome) -> None:
         """Note the end of a step, and start to copy its numbers to the host."""
@@ -187,16 +221,25 @@ class GradientReader:
             skipped=bool(outcome.skipped),
             lr=float(lr) if isinstance(lr, int | float) else None,
         )
+        shards = None if reading is None else shard_group(optimizer)
+        if reading is not None and shards is None and _has_shards(optimizer):
+            reading = None  # not summed over ranks yet
+        if shards is not None and not is_read(row.step, self._every):
+            reading = shards = None  # of an engine, which reads every step
         counts = None
-        if reading is not None and self._samples.is_due():
+        if shards is not None:
+            is_sampled = is_counted(row.step, self._every)
+        else:
+            is_sampled = reading is not None and self._samples.is_due()
+        if reading is not None and is_sampled:
             counts = [_PendingCounts(part) for part in reading.parts if part.counts]
         # In the order in which ``_resolve`` reads them.
-        parts = [] if reading is None else [reading.totals(home)]
+        parts = [] if reading is None else [reading.totals(home, None if shards is None else shards.weights)]
         parts += [] if outcome.scale is None else [to_device(outcome.scale.detach(), home).reshape(1)]
         parts += [to_device(flag.detach(), home).reshape(1) for flag in outcome.flags]
         parts += [loss.reshape(1) for loss in losses.values()]
         posted = AsyncScalars(*parts) if parts else None
-        self._pending.append(ReadStep(state, names, outcome, reading, list(losses), counts, posted, row))
+        self._pending.append(ReadStep(state, names, outcome, reading, list(losses), counts, posted, row, shards))
         self._reads.step()
         self._samples.step()
         self.settle()
@@ -235,18 +278,40 @@ class GradientReader:
     def settle(self, *, wait: bool = False) -> None:
         """Report all steps whose numbers have arrived. wait: sync for the others."""
         while self._pending:
-            posted = self._pending[0].posted
-            if posted is not None and not posted.arrived and not wait:
+            step = self._pending[0]
+            if step.posted is not None and not step.posted.arrived and not wait:
+                return
+            if step.shards is not None and step.posted is not None and not self._exchanged(step, step.shards, wait):
                 return
             self._resolve(self._pending.popleft())
+
+    def _exchanged(self, step: ReadStep, shards: ShardGroup, wait: bool) -> bool:
+        """Send the counts of this rank's shards, or collect those of all; return whether the step can be reported."""
+        assert step.posted is not None
+        own = step.own_counts(step.posted.read()[:3])
+        if not shards.leads:
+            self._exchange.send(shards, step.row.optimizer, step.row.step, own)
+            return True
+        step.of_all = self._exchange.collect(shards, step.row.optimizer, step.row.step, own, wait=wait)
+        if step.of_all is None and not wait and len(self._pending) <= MOST_PENDING:
+            return False
+        self._exchange.incomplete += step.of_all is None
+        return True
+
+    def not_measured(self) -> list[str]:
+        """Return sentences on what was not read."""
+        return self._exchange.not_measured()
 
     def _resolve(self, step: ReadStep) -> None:
         numbers = iter([] if step.posted is None else step.posted.read())
         norm, bad, index = None, False, step.row.optimizer
         if step.reading is not None:
             squares, infinities, nans = next(numbers), next(numbers), next(numbers)
+            if step.of_all is not None:
+                squares, infinities, nans = step.of_all.totals
             bad = infinities + nans > 0
-            norm = math.nan if nans else math.inf if infinities else math.sqrt(squares)
+            if step.shards is None or step.of_all is not None:  # else it is the norm of some shards only
+                norm = math.nan if nans else math.inf if infinities else math.sqrt(squares)
         scale = next(numbers) if step.outcome.scale is not None else None
         flags = [next(numbers) > 0 for _ in step.outcome.flags]
         skipped = step.row.skipped or any(flags)
@@ -261,10 +326,13 @@ class GradientReader:
             if unscaled or (loss is not None and not math.isfinite(loss)) or self._skips[index] >= PATIENCE:
                 step.bad = tuple([name for name, census in step.layers().items() if not census.finite])
         began = time.perf_counter()
-        if step.counts is not None and not skipped:
+        of_some = step.shards is not None and step.of_all is None
+        if step.counts is not None and not skipped and not of_some:
             step.sample = LayerSample(optimizer=index, first=row.step, last=row.step, scale=scale, layers=step.layers())
         self._callback(step)
-        if step.sample is not None:
+        if step.shards is not None:
+            pass  # sampled at the same steps on all ranks, whatever it takes
+        elif step.sample is not None:
             self._samples.took(time.perf_counter() - began)  # including the callback's work
         elif step.counts is not None:
             self._samples.again()  # a skipped step is no sample
@@ -272,10 +340,14 @@ class GradientReader:
             callback(skipped)
 
 
-def are_finite_on_host(optimizer: Any) -> bool:
+def _has_shards(optimizer: Any) -> bool:
+    return any(hasattr(each.grad, "placements") for each in parameters_of(optimizer))
+
+
+def are_finite_on_host(gradients: Sequence[Tensor | None]) -> bool:
     """Return whether the gradients on the CPU are finite, in one fast pass. Those on other devices are not read."""
-    grads = [each.grad for each in parameters_of(optimizer) if each.grad is not None]
-    plain = [each for each in grads if each.is_cpu and each.layout == torch.strided and not hasattr(each, "placements")]
+    grads = [each for each in gradients if each is not None and each.is_cpu and each.is_floating_point()]
+    plain = [each for each in grads if each.layout == torch.strided and not hasattr(each, "placements")]
     if not plain:
         return True
     with torch.no_grad():

@@ -289,6 +289,7 @@ class LossOrigin:
     partly: bool = False  # some terms of the loss are scaled, and others are not
     constant: float | None = None  # a manual loss scale
     is_mean: bool | None = None  # the loss is the mean over its batch; None: unknown
+    precision: str = "fp32"  # in which it was computed
 
 
 def mark_scaled(outputs: Any, scaler: Any) -> None:
@@ -343,7 +344,9 @@ def _read_loss(root: Tensor) -> LossOrigin:
     if untouched:
         reduction = getattr(node, "_saved_reduction", None)
         is_mean = name.startswith(AVERAGING) or (None if reduction is None else reduction == MEAN)
-    return LossOrigin(marks[0] if marks else None, bool(marks) and unmarked, constant, is_mean)
+    output = next(iter(getattr(node, "_input_metadata", ())), None)  # of the operation, what goes into its backward
+    precision = "fp32" if output is None else dtype_name(output.dtype)
+    return LossOrigin(marks[0] if marks else None, bool(marks) and unmarked, constant, is_mean, precision)
 
 
 def _manual_scale(node: Any) -> float | None:

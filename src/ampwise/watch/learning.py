@@ -1,7 +1,7 @@
 """Facts about whether a run learns: what its steps used and changed, and the modes, schedules and data around them.
 
-The rules of ``amp62x_learning`` and ``amp63x_loop`` examine them. Counts are of followed steps; ``sampled`` and
-``compared`` say of how many of them.
+The rules of ``amp62x_learning``, ``amp63x_loop`` and ``amp64x_losses`` examine them. Counts are of followed steps;
+``sampled`` and ``compared`` say of how many of them.
 """
 
 from __future__ import annotations
@@ -210,6 +210,7 @@ class Learning:
     untied: list[UntiedWeights] = field(default_factory=list)
     averages: list[HalfAverage] = field(default_factory=list)
     diluted: dict[CallSite, DilutedMean] = field(default_factory=dict)
+    crossed: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses over all pairs
     leaf_losses: dict[CallSite, CountedCalls] = field(default_factory=dict)  # backward passes of losses without a graph
     idle_clips: dict[CallSite, CountedCalls] = field(default_factory=dict)  # clips of nothing
     useful_clips: Counter[CallSite] = field(default_factory=Counter)

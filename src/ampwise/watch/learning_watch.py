@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from ampwise.trace.call_site import calling_site
 from ampwise.train.scaler.step_result import AsyncScalars
-from ampwise.watch.diluted_means import note_diluted_mean
 from ampwise.watch.inspection import parameters_of, precisions_of, unwrapped
 from ampwise.watch.learning import CountedCalls, Learning, OptimizerUse, OutsideParameters, SharedMemory, SharedSteps
+from ampwise.watch.loss_means import note_crossed_loss, note_diluted_mean
 from ampwise.watch.models import name_without_wrappers
-from ampwise.watch.tracker import CallTracker, TrackedOptimizer
+from ampwise.watch.tracked import TrackedOptimizer
+from ampwise.watch.tracker import CallTracker
 
 __all__ = ["LearningWatch", "SampledValues", "is_due", "is_plain"]
 
@@ -30,6 +31,7 @@ MOST_NODES = 20_000  # of an autograd graph whose leaves are looked at
 EMPTY_STEPS = 12  # in a row, after which the next backward pass is looked at
 TRACED_BACK = 16  # parameters outside of optimizers
 MOST_SEARCHES = 4  # for the modules that own a parameter
+MOST_RESTARTS = 8  # a script may make modules in each step
 SAMPLED_TENSORS = 32
 SAMPLED_VALUES = 32  # of each
 LOW = 1e-6  # of the highest learning rate: next to nothing
@@ -150,6 +152,7 @@ class LearningWatch:
         self._unused: dict[int, list[SampledValues]] = {}  # by optimizer that has not made a step
         self._by_hand: set[int] = set()  # optimizers whose parameters the script updates itself
         self._searches = self._backwards = 0
+        self._restarts, self._looked_from = 0, 0  # of the schedule of looks, and the pass at which it began
         self._pending: list[tuple[AsyncScalars, Callable[[list[float]], None]]] = []
         self._shared: dict[tuple[int, int], list[str]] = {}  # names of parameters that two optimizers have
         self._last: tuple[weakref.ref[Any], TrackedOptimizer, int] | None = None  # the last step
@@ -174,6 +177,14 @@ class LearningWatch:
         """Note that the parameters of a model come from elsewhere, perhaps trained."""
         for each in nn.Module.parameters(model):
             self._loaded[id(each)] = weakref.ref(each)
+
+    def parameter_made(self) -> bool:
+        """Note that a module got a parameter. Return whether to look at the next passes, as training has begun."""
+        if not self._backwards or self._restarts >= MOST_RESTARTS:
+            return False
+        if self._backwards > self._looked_from:  # else another one of the same module
+            self._restarts, self._looked_from = self._restarts + 1, self._backwards
+        return True
 
     def step_begins(self, optimizer: Any, state: TrackedOptimizer) -> None:
         """Look at the gradients before a step. Those that a closure computes are not known yet."""
@@ -295,10 +306,11 @@ class LearningWatch:
                 calls.times += 1
             return
         self._backwards += 1
-        self._looks = not partly and (self._looks or is_due(self._backwards))
+        self._looks = not partly and (self._looks or is_due(self._backwards - self._looked_from))
         if not self._looks:
             return
         note_diluted_mean(given[0], self._facts, self._tracker.steps + 1)
+        note_crossed_loss(given[0], self._facts, self._tracker.steps + 1)
         users: dict[Any, Any] = {}  # by node of the graph: the one that it was found from
         pending: list[tuple[Any, Any]] = [(each.grad_fn, None) for each in given]
         while pending:

@@ -16,7 +16,8 @@ from ampwise.trace.call_site import calling_site
 from ampwise.watch.always_dropped import functional_dropout, random_position
 from ampwise.watch.inspection import inner_model, parameters_of, tensors_in, unwrapped
 from ampwise.watch.learning import CountedCalls, Learning, LoaderUse, ModelModes, ScheduleUse
-from ampwise.watch.tracker import CallTracker, TrackedOptimizer
+from ampwise.watch.tracked import TrackedOptimizer
+from ampwise.watch.tracker import CallTracker
 
 __all__ = ["LoopWatch"]
 

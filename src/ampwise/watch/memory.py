@@ -112,8 +112,9 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors in memory: the local shard of a DTensor, the parts of a sparse or quantized tensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from _plain_parts(getattr(tensor, name))
+        for inner in [getattr(tensor, name) for name in names]:
+            if isinstance(inner, Tensor):  # a DTensor names its mesh too
+                yield from _plain_parts(inner)
     elif tensor.layout == torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout == torch.strided:

@@ -7,7 +7,7 @@ gradients of its outputs. Only the generator's state is copied, and nothing sync
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -30,6 +30,7 @@ __all__ = ["AutocastState", "KeptLoss", "LossStart", "ModelCall", "ModelCalls"]
 MOST = 8  # calls to keep: the last of a step
 MOST_INPUTS = 2**30  # bytes: batches stay in memory a little longer
 MOST_GRADIENTS = 2**27  # bytes: without ampwise these would be freed
+MOST_USUAL = 2**26  # bytes of an earlier step's batch
 OUTPUTS = 16  # most output tensors of a model
 CPU = torch.device("cpu")
 
@@ -108,6 +109,11 @@ class KeptLoss:
     used_at: tuple[CodeType, int] | None = None  # the script's function that used it, and its instruction
     awaited: bool = False  # its step has ended
 
+    def models(self) -> list[nn.Module]:
+        """Return the models that compute it: those that were called, or that its code names."""
+        named = [] if self.code is None else [each for each in self.code.objects() if isinstance(each, nn.Module)]
+        return list(dict.fromkeys([*self.start.models, *named]))
+
 
 class ModelCalls:
     """Calls of the current step, and of earlier steps whose result is not known yet."""
@@ -117,6 +123,8 @@ class ModelCalls:
         self._running: ModelCall | None = None
         self._start = LossStart()
         self.losses: deque[KeptLoss] = deque(maxlen=MOST)  # of the same steps
+        # The last loss of an earlier step, to try fixes on: its value, and its code while its objects live.
+        self.usual: tuple[Tensor, Callable[[], LossCode | None]] | None = None
         self.backward_passes = 0
         self._data_random: Tensor | None = None
         self.updates: Counter[int] = Counter()  # by optimizer; counted at the start and at the end of each update
@@ -276,6 +284,9 @@ class ModelCalls:
         for loss in self._losses_of(index):
             if now or loss.awaited:
                 self.losses.remove(loss)
+                small = loss.code is not None and loss.code.bytes <= MOST_USUAL
+                again = loss.code.weakly() if loss.code is not None and small else None
+                self.usual = None if again is None else (loss.value, again)
 
     def _losses_of(self, index: int) -> list[KeptLoss]:
         return [each for each in self.losses if index in each.start.trains or not each.start.trains]
@@ -286,6 +297,7 @@ class ModelCalls:
         for call in list(self._kept):
             self._drop(call)
         self.losses.clear()
+        self.usual = None
         self._start = LossStart()
 
     def is_fresh(self, kept: ModelCall | KeptLoss) -> bool:

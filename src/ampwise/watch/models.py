@@ -6,8 +6,9 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from functools import wraps
 from threading import get_ident
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from ampwise.watch.overhead import StepSkipper
 from ampwise.watch.patches import Patches
 
 if TYPE_CHECKING:
-    from ampwise.watch.watch import Watch
+    from ampwise.watch.step_watch import StepWatch
 
 __all__ = [
     "CHANGED_BY_HOOKS",
@@ -164,7 +165,7 @@ class _Found(NamedTuple):
 class Models:
     """Models, found through calls of their ``parameters()``, which optimizers are made from."""
 
-    def __init__(self, patches: Patches, watch: Watch, skipper: StepSkipper) -> None:
+    def __init__(self, patches: Patches, watch: StepWatch, skipper: StepSkipper) -> None:
         # By identity: a module may define __eq__.
         self._remembered: dict[int, weakref.ref[nn.Module]] = {}
         self._found: _Found | None = None  # by ``of``, in the current step
@@ -172,6 +173,7 @@ class Models:
         self._compiled: MutableMapping[nn.Module, None] = WeakIdKeyDictionary()
         self.has_compiled_functions = False  # these may run any module
         self._watch = watch
+        self.followed_step: Callable[[Any, Any], Any] | None = None  # wraps an optimizer's compiled step
         self._begins = ForwardStarts(watch.model_begins, watch.failed, skipper)
         self._ends = ForwardEnds(watch.model_ends, watch.failed, skipper)
         for name in ("parameters", "named_parameters"):
@@ -272,10 +274,11 @@ class Models:
         return parameters_called
 
     def compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        thing = args[0] if args else kwargs.get("model")
+        in_place: nn.Module | None = None
         try:
-            thing = args[0] if args else kwargs.get("model")
             if getattr(thing, "__name__", "") == "_call_impl":  # by a module's ``compile`` method
-                thing = getattr(thing, "__self__", None)
+                thing = in_place = getattr(thing, "__self__", None)
             if isinstance(thing, nn.Module):
                 self._note_compiled(thing)
             elif thing is not None:  # None: torch.compile returns a decorator, which calls it again
@@ -286,7 +289,29 @@ class Models:
         compiled = original(*args, **kwargs)
         if isinstance(compiled, nn.Module):  # its hooks are outside of the graph
             self.watch(compiled)
+        elif in_place is not None:
+            return self._followed(in_place, compiled)
+        elif self.followed_step and isinstance(thing, MethodType) and isinstance(thing.__self__, torch.optim.Optimizer):
+            return self.followed_step(thing.__self__, compiled)
         return compiled
+
+    def _followed(self, model: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a model's compiled call with the hooks around it, as those inside do nothing in compiled code."""
+        refer = weakref.ref(model)  # the model keeps its compiled call
+
+        @wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            model, output = refer(), None
+            if torch.compiler.is_compiling() or model is None or model not in self._hooked:
+                return compiled(*args, **kwargs)
+            self._begins(model, args, kwargs)
+            try:
+                output = compiled(*args, **kwargs)
+            finally:
+                self._ends(model, args, output)
+            return output
+
+        return call
 
 
 def _call_without_hooks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

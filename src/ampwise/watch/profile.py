@@ -12,20 +12,6 @@ from typing import Any, NamedTuple
 
 from ampwise.watch.time_use import ProfiledMatmul
 
-__all__ = [
-    "BYTES",
-    "KINDS",
-    "OURS",
-    "PRECISIONS",
-    "DeviceKernel",
-    "HostOp",
-    "OperatorCall",
-    "Profile",
-    "is_matmul",
-    "matmul_of",
-    "read",
-]
-
 OURS = "ampwise"  # the range around ampwise's own work, which is left out
 KINDS = ("matrix", "casts", "normalisation", "elementwise", "optimizer", "other")
 
@@ -159,6 +145,8 @@ class HostOp(NamedTuple):  # not a dataclass, since a step has thousands
     end: int
     thread: int = 0
     id: int = 0  # kernels refer to the call that launched them by this
+    number: int = -1  # sequence number of the graph node that it made, or that it runs in the backward pass
+    backward: bool = False
 
 
 class DeviceKernel(NamedTuple):
@@ -167,6 +155,7 @@ class DeviceKernel(NamedTuple):
     name: str
     duration: int
     launched_by: int = 0  # id of the call
+    start: int = 0
 
 
 class AttentionCall(NamedTuple):
@@ -197,19 +186,31 @@ class Profile:
 
 
 @dataclass(slots=True)
-class _Node:
+class CallNode:
+    """A call on the host, and the call that it is in."""
+
     op: HostOp
-    parent: _Node | None
+    parent: CallNode | None
     kind: str = "other"
     ours: bool = False
+    module: str | None = None
     inside: int = 0  # nanoseconds of the calls within it
+
+    @property
+    def name(self) -> str:
+        return self.op.call.name
+
+    @property
+    def own(self) -> int:
+        """Nanoseconds without those of the calls within it."""
+        return max(self.op.end - self.op.start - self.inside, 0)
 
 
 def read(ops: Iterable[HostOp], kernels: Sequence[DeviceKernel]) -> Profile:
     """Summarize a profile. Time is that of the kernels or, if there are none, of the host's calls."""
-    nodes = _nested(ops)
+    nodes = nested_calls(ops)
     for node in nodes:
-        node.ours = node.op.call.name == OURS or (node.parent is not None and node.parent.ours)
+        node.ours = node.name == OURS or (node.parent is not None and node.parent.ours)
         node.kind = _kind(node)
     theirs = [node for node in nodes if not node.ours]
     counted, uncounted = _products(theirs)
@@ -220,14 +221,14 @@ def read(ops: Iterable[HostOp], kernels: Sequence[DeviceKernel]) -> Profile:
             launcher = by_id.get(kernel.launched_by)
             if launcher is None or not launcher.ours:
                 kind = "other" if launcher is None else launcher.kind
-                spent[_kind_of_compiled(kernel.name) if kind == "other" else kind] += kernel.duration
+                spent[kind_of_compiled(kernel.name) if kind == "other" else kind] += kernel.duration
     else:
         for node in theirs:
-            spent[node.kind] += max(node.op.end - node.op.start - node.inside, 0)
+            spent[node.kind] += node.own
     unknown = [f"the FLOPs of {name}: its inputs are not plain matrices" for name in sorted(uncounted)]
-    closed = {node.op.call.name for node in theirs if node.op.call.name.startswith(CLOSED)}
+    closed = {node.name for node in theirs if node.name.startswith(CLOSED)}
     unknown += [f"matmuls inside {name}: torch profiles it as one operator" for name in sorted(closed)]
-    if any(_kind_of_compiled(kernel.name) == "matrix" for kernel in kernels):
+    if any(kind_of_compiled(kernel.name) == "matrix" for kernel in kernels):
         unknown.append("the FLOPs of matmuls that torch.compile wrote as Triton kernels")
     if kernels and not counted and not any(node.kind == "matrix" for node in nodes):
         unknown.append("matmuls: the device ran kernels and no operator was called (a replayed CUDA graph)")
@@ -243,16 +244,16 @@ def _attention_call(call: OperatorCall) -> AttentionCall | None:
     return AttentionCall(call.name.removeprefix("aten::"), key[-2] if len(key) > 1 else 0, mask=bool(fourth))
 
 
-def _nested(ops: Iterable[HostOp]) -> list[_Node]:
+def nested_calls(ops: Iterable[HostOp]) -> list[CallNode]:
     """Return a node for each call, linked to the call around it; parents come first."""
-    nodes: list[_Node] = []
-    open_in: dict[int, list[_Node]] = defaultdict(list)
+    nodes: list[CallNode] = []
+    open_in: dict[int, list[CallNode]] = defaultdict(list)
     for op in sorted(ops, key=lambda op: (op.start, -op.end)):
         around = open_in[op.thread]
         while around and around[-1].op.end < op.end:
             around.pop()
         parent = around[-1] if around else None
-        node = _Node(op, parent)
+        node = CallNode(op, parent)
         if parent is not None:
             parent.inside += op.end - op.start
         around.append(node)
@@ -260,22 +261,26 @@ def _nested(ops: Iterable[HostOp]) -> list[_Node]:
     return nodes
 
 
-def _kind(node: _Node) -> str:
-    parent, call = "other" if node.parent is None else node.parent.kind, node.op.call
-    if parent == "optimizer" or call.name.startswith(OPTIMIZER):
+def _kind(node: CallNode) -> str:
+    parent = "other" if node.parent is None else node.parent.kind
+    if parent == "optimizer" or node.name.startswith(OPTIMIZER):
         return "optimizer"
-    # A cast copies a tensor from one floating-point format to another; scalars do not count.
-    if parent == "casts" or (
+    if parent == "casts" or is_cast(node.op.call):
+        return "casts"
+    if parent in ("matrix", "normalisation"):
+        return parent
+    own = _kind_by_name(node.name)
+    return parent if own == "other" else own
+
+
+def is_cast(call: OperatorCall) -> bool:
+    """Whether it copies a tensor from one floating-point format to another; a single number costs nothing."""
+    return (
         call.name == "aten::copy_"
         and bool(call.shapes and call.shapes[0])
         and len(set(call.formats[:2])) == 2
         and all(format in PRECISIONS for format in call.formats[:2])
-    ):
-        return "casts"
-    if parent in ("matrix", "normalisation"):
-        return parent
-    own = _kind_by_name(call.name)
-    return parent if own == "other" else own
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -283,13 +288,14 @@ def _kind_by_name(name: str) -> str:
     if is_matmul(name):
         return "matrix"
     if not name.startswith("aten::"):
-        return _kind_of_compiled(name)
+        return kind_of_compiled(name)
     if NORMALISATION.search(name):
         return "normalisation"
     return "elementwise" if ELEMENTWISE.match(name) else "other"
 
 
-def _kind_of_compiled(name: str) -> str:
+def kind_of_compiled(name: str) -> str:
+    """Return the kind of a kernel that torch.compile wrote; "other" for other names."""
     compiled = COMPILED.match(name)
     if compiled is None:
         return "other"
@@ -301,18 +307,18 @@ def _kind_of_compiled(name: str) -> str:
     return "normalisation" if NORMALISATION.search(fused) else "elementwise"
 
 
-def _products(nodes: Iterable[_Node]) -> tuple[list[ProfiledMatmul], set[str]]:
+def _products(nodes: Iterable[CallNode]) -> tuple[list[ProfiledMatmul], set[str]]:
     """Return each matmul once, and the names of the operators whose FLOPs are unknown."""
     calls: dict[int, OperatorCall] = {}
     for node in nodes:
         call, outer = node.op.call, node.parent
         if not is_matmul(call.name):
             continue
-        while outer is not None and not is_matmul(outer.op.call.name):
+        while outer is not None and not is_matmul(outer.name):
             outer = outer.parent
         if outer is None:
             calls[id(node)] = call
-        elif outer.op.call.name == call.name and id(outer) in calls:
+        elif outer.name == call.name and id(outer) in calls:
             # Autocast cast between the two: only the inner one has the dtype it was computed in.
             del calls[id(outer)]
             calls[id(node)] = call

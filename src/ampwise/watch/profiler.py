@@ -19,12 +19,12 @@ from torch.autograd import profiler as torch_profiler
 from ampwise.watch.patches import Patches
 from ampwise.watch.profile import DeviceKernel, HostOp, OperatorCall, Profile, is_matmul, read
 
-__all__ = ["Profiler", "profile_of"]
-
 # Lines that the profiler's library prints on stderr when it starts and stops, since torch 2.13.
 ANNOUNCED = re.compile(rb"^USDT:[^\n]*profiler_(start|stop)\r?\n?", re.MULTILINE)
 # torch.profiler sets these itself where there are CUDA graphs, which do not survive a CUPTI teardown.
 WITHOUT_TEARDOWN = {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
+# Calls of the driver have their own numbering, which would be confused with that of operators.
+DRIVER_CALL = re.compile(r"(cuda|cu|hip)[A-Z]")
 STDERR = 2
 # Held while stderr is redirected: a child forked meanwhile by another thread would inherit the redirection.
 _REDIRECTING = threading.RLock()
@@ -168,14 +168,19 @@ def _flush() -> None:
 
 def profile_of(result: Any) -> Profile:
     """Summarize what torch has recorded."""
+    return read(*events_of(result))
+
+
+def events_of(result: Any) -> tuple[list[HostOp], list[DeviceKernel]]:
+    """Return what torch has recorded as plain data: calls on the host, and work of the device."""
     ops: list[HostOp] = []
     kernels: list[DeviceKernel] = []
     for event in result.events():
         name, start, duration = event.name(), event.start_ns(), event.duration_ns()
         if event.device_type() != DeviceType.CPU:
             if not event.is_user_annotation():  # copies of the host's ranges
-                kernels.append(DeviceKernel(name, duration, launched_by=event.linked_correlation_id()))
-        elif not event.is_async():
+                kernels.append(DeviceKernel(name, duration, event.linked_correlation_id(), start))
+        elif not event.is_async() and not DRIVER_CALL.match(name):
             if is_matmul(name) or name == "aten::copy_":
                 strides = getattr(event, "structured_input_strides", None)  # missing in some versions of torch
                 values = getattr(event, "concrete_inputs", None)
@@ -188,5 +193,15 @@ def profile_of(result: Any) -> Profile:
                 )
             else:
                 call = OperatorCall(name=name)  # most calls need only the name, and the rest is slow to get
-            ops.append(HostOp(call, start, start + duration, event.start_thread_id(), event.correlation_id()))
-    return read(ops, kernels)
+            ops.append(
+                HostOp(
+                    call,
+                    start,
+                    start + duration,
+                    event.start_thread_id(),
+                    event.correlation_id(),
+                    event.sequence_nr(),
+                    backward=event.fwd_thread_id() > 0,
+                )
+            )
+    return ops, kernels

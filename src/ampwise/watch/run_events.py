@@ -20,6 +20,7 @@ __all__ = [
     "ForwardCall",
     "GradNormRead",
     "OptimizerStep",
+    "ReplicaSum",
     "RunEvent",
     "RunEvents",
     "ScalerCreated",
@@ -48,6 +49,7 @@ class ForwardCall(RunEvent):
     model: str = ""  # its class
     number: int | None = None  # index among the trained models; None for a copy
     other_half: str | None = None  # the other 16-bit format, if an earlier model ran in it in the same step
+    gathered: str | None = None  # the precision in which FSDP2 gathers its weights, if that is not their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,8 @@ class Backward(RunEvent):
     scaled_by_constant: float | None = None  # a fixed factor, not a scaler's
     autocast: str | None = None  # precision of the surrounding autocast, if on
     loss_is_mean: bool | None = None  # a mean that is not divided afterwards; None: unknown
+    loss: str = "fp32"  # precision of the loss, before it was scaled
+    fsdp_output: str | None = None  # precision that FSDP2 gives the output of the model that ran last
     partly: bool = False  # some terms of the loss came from ``scaler.scale``, others did not
 
 
@@ -179,6 +183,19 @@ class ScriptFailed(RunEvent):
     message: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSum:
+    """Sums of some weights and gradients of one rank, before an update."""
+
+    optimizer: int
+    step: int
+    wrapped: bool  # by a DistributedDataParallel over all ranks
+    weights: tuple[float, ...]
+    gradients: tuple[float, ...]
+    file: str  # where the optimizer was made
+    line: int
+
+
 @dataclass(slots=True, kw_only=True)
 class RunEvents:
     """Records of a whole run, complete at its end."""
@@ -190,4 +207,5 @@ class RunEvents:
     saves: Counter[CheckpointSaved] = field(default_factory=Counter)
     dropped: Counter[CallSite] = field(default_factory=Counter)  # steps before which zero_grad dropped unused gradients
     scales_by_rank: dict[int, dict[int, float]] = field(default_factory=dict)  # rank: {step: scale}
+    replicas: dict[int, list[ReplicaSum]] = field(default_factory=dict)  # by rank
     bf16_emulated_on: str | None = None  # name of the device, if BF16 was used and is emulated

@@ -92,7 +92,8 @@ class SpikeDetector:
         """Return the median of the steps before, and how far the loss is above it: in deviations, and as a ratio.
 
         Positive losses are compared by their logarithms, as their noise is proportional to their size. Where some are
-        negative there is no ratio; where many are 0 it is the ratio to the largest one.
+        negative, as of two networks that compete, it is the rise as a share of the median's size; where many are 0 it
+        is the ratio to the largest one.
         """
         losses = [loss for _, loss in self._ordinary]
         if self._seen <= SETTLED or len(losses) < ENOUGH:
@@ -104,7 +105,7 @@ class SpikeDetector:
             deviation = fmean(deviations) if many_zeros else median(deviations)
             if not deviation:
                 return usual, 0.0, 1.0
-            rise = loss / max(losses) if many_zeros else math.inf
+            rise = loss / max(losses) if many_zeros else 1 + (loss - usual) / max(abs(usual), 1e-30)
             return usual, (loss - usual) / max(deviation, LEAST_DEVIATION * abs(usual)), rise
         if loss <= LASTING_RISE * usual:  # as nearly always: the rest need not be computed
             return usual, 0.0, 1.0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import threading
 import time
 import warnings
 from collections import Counter
@@ -13,18 +11,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import dataloader
 
 from ampwise.finding.call_site import CallSite
 from ampwise.hardware.kernel_faults import faults_here
 from ampwise.trace.call_site import calling_site
+from ampwise.watch.data_loading import DataLoading
 from ampwise.watch.patches import Patches
 from ampwise.watch.profile import OURS, Profile
 from ampwise.watch.profiler import Profiler, profile_of
 from ampwise.watch.time_use import TimeUse
 
-__all__ = ["RunTiming", "SyncCounter"]
+__all__ = ["NOTHING", "PROFILED", "RunTiming", "SyncCounter"]
 
+PROFILED = (6, 200)  # steps to profile
 FIRST = 3  # warm-up steps: workers start, caches fill, torch.compile compiles
 ATTEMPTS = 3  # profiles given up to the script's own profiler before no more are tried
 WORK = "matmuls and casts"
@@ -51,10 +50,11 @@ class RunTiming:
         self,
         patches: Patches,
         *,
-        profile_at: Sequence[int] = (6, 200),
+        profile_at: Sequence[int] = PROFILED,
         sync_every: int = 50,
         clock: Callable[[], float] = time.perf_counter,
         waits: SyncCounter | None = None,
+        loading: DataLoading | None = None,
     ) -> None:
         self._clock = clock
         self._profile_at = sorted(profile_at)
@@ -62,7 +62,8 @@ class RunTiming:
         self._sync_every = sync_every
         self._sync_counter = SyncCounter() if waits is None else waits
         self._profiler: Profiler | None = None
-        self._loading: DataLoading | None = None
+        self._loading = DataLoading(patches, clock) if loading is None else loading
+        self._loading.off = False
         self._last: float | None = None
         self._steps, self._seconds = 0, 0.0
         self._data_waits: dict[CallSite, float] = {}
@@ -73,8 +74,6 @@ class RunTiming:
         self._failures: dict[str, None] = {}  # in order, each once
         with self._reporting_failures(WORK):
             self._profiler = Profiler(patches)
-        with self._reporting_failures("waiting for data"):
-            self._loading = DataLoading(patches, clock)
 
     def step_ended(self, step: int) -> None:
         """Count the training step of this number (from 1) and start what is measured in the next."""
@@ -92,7 +91,7 @@ class RunTiming:
             with self._reporting_failures(SYNCS):
                 self._syncs.update(self._sync_counter.stop())
                 self._sync_steps += 1
-        data_waits = {} if self._loading is None else self._loading.take()
+        data_waits = self._loading.take()
         if self._last is not None and undisturbed and step > FIRST:
             self._steps += 1
             self._seconds += self._clock() - self._last
@@ -120,8 +119,7 @@ class RunTiming:
 
     def skips_steps(self, skips: bool) -> None:
         """Begin or end a series of skipped steps. When it ends, the next step begins now."""
-        if self._loading is not None:
-            self._loading.off = skips
+        self._loading.off = skips
         self._last = self._clock()
 
     def paused(self) -> AbstractContextManager[None]:
@@ -218,39 +216,6 @@ class RunTiming:
 
 def _largest_first(counts: Mapping[K, N]) -> dict[K, N]:
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
-
-
-class DataLoading:
-    """Time spent in DataLoaders' ``__next__``, by the line that waited, since ``take`` was last called.
-
-    Only the training thread counts: a thread that prefetches does not delay training.
-    """
-
-    def __init__(self, patches: Patches, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._process, self._thread = os.getpid(), threading.get_ident()
-        self._waits: dict[CallSite, float] = {}
-        self.off = False  # in skipped steps
-        self._within = False  # a loader that reads from another one is counted once
-        patches.wrap(dataloader._BaseDataLoaderIter, "__next__", self.next_batch)
-
-    def take(self) -> dict[CallSite, float]:
-        """Return the waits so far and reset them. The calling thread is the training thread."""
-        self._thread = threading.get_ident()
-        waits, self._waits = self._waits, {}
-        return waits
-
-    def next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
-        if self.off or self._within or threading.get_ident() != self._thread or os.getpid() != self._process:
-            return original(iterator)
-        self._within = True
-        began = self._clock()
-        try:
-            return original(iterator)
-        finally:
-            self._within = False
-            site = calling_site()
-            self._waits[site] = self._waits.get(site, 0.0) + self._clock() - began
 
 
 class SyncCounter:

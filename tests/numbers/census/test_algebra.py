@@ -16,6 +16,8 @@ from ampwise.errors import BadInput, UnknownName
 from ampwise.numbers.census import Count
 from ampwise.numbers.formats import BLOCK_FORMATS, FORMATS, binade_of
 
+from ...for_each import for_each
+
 SIGNED = [fmt for fmt in FORMATS.values() if fmt.signed]
 floats32 = st.floats(width=32)
 finite32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -127,7 +129,7 @@ def test_subnormal_holds_the_truth_between_its_bounds(tensor, fmt, k):
     assert counted.low <= truth <= counted.high
 
 
-@pytest.mark.parametrize("fmt", SIGNED, ids=lambda fmt: fmt.name)
+@for_each("fmt", SIGNED)
 def test_counts_on_many_random_values(fmt):
     torch.manual_seed(1)
     values = torch.randn(20_000) * torch.exp2(torch.randint(-30, 12, (20_000,)))
@@ -276,7 +278,7 @@ def test_json_is_strict_even_when_the_squares_overflow():
     assert Census.from_json(counted.to_json()).sum_squares == math.inf
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         "",

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ampwise.numbers.census import cpu
 from ampwise.numbers.census.count_row import SINGLE, count_in_torch, merge_rows
 
+from ...for_each import for_each
 from .conftest import hard_cases, wild_floats
 
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
@@ -143,7 +144,7 @@ def test_shares_hold_every_value_once_and_are_full_except_the_last(sizes, share_
     assert sorted(row for *_, row in pieces) == list(range(len(whole) + len(owners)))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("pieces", "message"),
     [
         ([(0, 1, 0, 0)], "no values there"),
@@ -168,7 +169,7 @@ def test_the_c_loop_refuses_to_write_to_address_zero():
     assert cpu._native.count_floats([], 1.0, 0, 0) is None
 
 
-@pytest.mark.parametrize("pieces", [[[64, 1, 0, 0]], [(64, 1, 0)], [("64", 1, 0, 0)], [None], ((0, 0, 0, 0),), 5])
+@for_each("pieces", [[[64, 1, 0, 0]], [(64, 1, 0)], [("64", 1, 0, 0)], [None], ((0, 0, 0, 0),), 5])
 def test_the_c_loop_refuses_what_are_no_pieces(pieces):
     rows, sums = cpu._new_table(1)
     with pytest.raises(TypeError):

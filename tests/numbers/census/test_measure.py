@@ -12,6 +12,7 @@ from ampwise.errors import UnsupportedTensor
 from ampwise.numbers.census import cpu
 from ampwise.numbers.census.count_row import count_in_torch
 
+from ...for_each import for_each
 from .conftest import hard_cases, wild_floats
 
 CASES = hard_cases()
@@ -51,7 +52,7 @@ def test_the_reference_counts_what_python_counts():
     assert census(torch.tensor(values, dtype=torch.float64)).binades == expected
 
 
-@pytest.mark.parametrize(
+@for_each(
     "dtype",
     [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
      torch.float8_e4m3fnuz, torch.float8_e5m2fnuz],
@@ -138,7 +139,7 @@ def test_of_a_dtensor_the_local_shard(tmp_path):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("bad", "message"),
     [
         (torch.ones(2, dtype=torch.int64), "this is torch.int64"),
@@ -178,7 +179,7 @@ def _wrapped():
     return TwoTensor(torch.ones(10), torch.ones(10))
 
 
-@pytest.mark.parametrize("make", [_freed, _fake, _wrapped])
+@for_each("make", [_freed, _fake, _wrapped])
 def test_tensors_without_memory_are_refused_before_anyone_reads_address_zero(make):
     with pytest.raises(UnsupportedTensor, match="this has a shape but no memory"):
         census(make())

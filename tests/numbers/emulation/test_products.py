@@ -11,6 +11,8 @@ from ampwise.numbers.emulation.emulated_matmuls import emulated
 from ampwise.numbers.emulation.recipe import recipe_for_format, round_operand
 from ampwise.numbers.formats import find_format
 
+from ...for_each import for_each
+
 FORMATS = ["e4m3", "e5m2", "mxfp8", "mxfp4", "nvfp4", "bf16", "fp16"]
 
 
@@ -46,8 +48,8 @@ def test_a_linear_layer_is_three_products(name, bias, shape):
         torch.testing.assert_close(by_bias[0], g.sum(0), rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["e4m3", "mxfp8"])
-@pytest.mark.parametrize("groups", [1, 2])
+@for_each("name", ["e4m3", "mxfp8"])
+@for_each("groups", [1, 2])
 def test_a_convolution_is_three_products(name, groups):
     torch.manual_seed(0)
     layer, x, recipe = nn.Conv2d(64, 32, 3, padding=1, groups=groups), torch.randn(2, 64, 5, 7), recipe_for_format(name)
@@ -193,7 +195,7 @@ def test_scaling_keeps_what_is_far_below_the_format():
     assert error.max() <= 2**-4
 
 
-@pytest.mark.parametrize("values", [[0.0, 0.0], [float("inf"), 1.0], [float("nan"), 1.0], []])
+@for_each("values", [[0.0, 0.0], [float("inf"), 1.0], [float("nan"), 1.0], []])
 def test_scales_of_what_has_none(values):
     out = round_operand(torch.tensor(values), find_format("e4m3"), -1, scaled=True)
     assert out.shape == (len(values),)

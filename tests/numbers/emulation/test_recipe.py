@@ -5,8 +5,10 @@ import pytest
 from ampwise.errors import BadInput, UnknownName
 from ampwise.numbers.emulation.recipe import parse_recipe, recipe_for_format
 
+from ...for_each import for_each
 
-@pytest.mark.parametrize(
+
+@for_each(
     ("text", "forward", "backward", "rounding", "up"),
     [
         ("mxfp8", "mxfp8_e4m3", "mxfp8_e4m3", "nearest", False),
@@ -29,7 +31,7 @@ def test_scales_rounded_up_are_another_recipe():
     assert parse_recipe("mxfp8/e5m2,up").backward == recipe_for_format("e5m2").forward
 
 
-@pytest.mark.parametrize("text", ["", "mxfp8,down", "/e5m2", "e4m3/", "mxfp8,"])
+@for_each("text", ["", "mxfp8,down", "/e5m2", "e4m3/", "mxfp8,"])
 def test_what_is_no_recipe(text):
     with pytest.raises(BadInput, match=f"emulate:{text}: expected FORMAT"):
         parse_recipe(text)

@@ -16,6 +16,7 @@ from ampwise.numbers.emulation.recipe import round_operand  # noqa: E402
 from ampwise.numbers.formats import BLOCK_FORMATS, FORMATS, Format  # noqa: E402
 from ampwise.numbers.formats.cast_launch import can_round, launch_cast  # noqa: E402
 
+from ...for_each import for_each  # noqa: E402
 from ...night import NIGHTLY  # noqa: E402
 from .kernel_cases import (  # noqa: E402
     ALL,
@@ -67,15 +68,15 @@ def test_scales_that_are_rounded_up(name):
         assert_same_bits(launch_cast(values, fmt), cast(values, fmt))
 
 
-@pytest.mark.parametrize("largest", [2688.0, 6.1, 3e38, 1.7e-30, 3.3e-41])
+@for_each("largest", [2688.0, 6.1, 3e38, 1.7e-30, 3.3e-41])
 def test_quotients_that_are_ties_or_nearly(largest):
     values = nvfp4_ties(largest)
     assert_same_bits(launch_cast(values, BLOCK_FORMATS["nvfp4"]), cast(values, "nvfp4"))
     assert_same_bits(launch_cast(values.T, BLOCK_FORMATS["nvfp4"], dim=0), cast(values, "nvfp4").T)
 
 
-@pytest.mark.parametrize("power", [0, 100, -120])
-@pytest.mark.parametrize("off", [0.0, -1.0, 1.0])
+@for_each("power", [0, 100, -120])
+@for_each("off", [0.0, -1.0, 1.0])
 def test_each_tie_goes_to_its_even_neighbour(off, power):
     """And what is a little off it where it belongs; 2688 is the largest value, so that every product is exact."""
     to_nearest = TIES + torch.where(TIES < 2, 0.25, torch.where(TIES < 4, 0.5, 1.0)) * off if off else TO_EVEN

@@ -10,6 +10,8 @@ import torch
 from ampwise import cast
 from ampwise.numbers.formats import FORMATS
 
+from ...for_each import for_each
+
 SAMPLES = 200_000 if "AMPWISE_NIGHTLY" in os.environ else 40_000
 NARROW = ["fp16", "bf16", "tf32", "e5m2", "e4m3fn", "e5m2fnuz", "e4m3fnuz", "e3m2", "e2m3", "e2m1"]
 
@@ -51,7 +53,7 @@ def test_the_mean_is_kept(name, sign, dtype):
         assert abs(ups - SAMPLES * exact) < 5 * sigma, f"{place}: {ups} up of {SAMPLES}, {exact:.4f} expected"
 
 
-@pytest.mark.parametrize("name", [name for name in NARROW if name != "tf32"])
+@for_each("name", [name for name in NARROW if name != "tf32"])
 def test_only_neighbours_are_drawn(name):
     fmt = FORMATS[name]
     random = np.random.default_rng(5)
@@ -66,8 +68,8 @@ def test_only_neighbours_are_drawn(name):
     assert (drawn != cast(values, name)).any()
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("fp64", "fp32")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@for_each("name", [name for name in FORMATS if name not in ("fp64", "fp32")])
+@for_each("dtype", [torch.float32, torch.float64])
 def test_values_on_the_grid_stay(name, dtype):
     values = torch.randn(2**14, generator=seeded(3), dtype=dtype)
     values *= torch.exp2(torch.randint(-30, 16, values.shape, generator=seeded(4)))

@@ -8,8 +8,10 @@ from ampwise import BadInput
 from ampwise.errors import UnknownName
 from ampwise.numbers.formats import BLOCK_FORMATS, FORMATS, all_names, find_format, find_scalar_format
 
+from ...for_each import for_each
 
-@pytest.mark.parametrize(
+
+@for_each(
     ("typed", "name"),
     [
         ("half", "fp16"),
@@ -47,7 +49,7 @@ def test_what_people_type(typed, name):
     assert find_format(typed).name == name
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *BLOCK_FORMATS])
+@for_each("name", [*FORMATS, *BLOCK_FORMATS])
 def test_every_name_and_alias_finds_its_format(name):
     fmt = find_format(name)
     assert fmt.name == name
@@ -56,7 +58,7 @@ def test_every_name_and_alias_finds_its_format(name):
         assert find_format(alias) is find_format(alias.upper()) is fmt
 
 
-@pytest.mark.parametrize("name", [n for n, fmt in FORMATS.items() if hasattr(torch, fmt.torch_dtype or "?")])
+@for_each("name", [n for n, fmt in FORMATS.items() if hasattr(torch, fmt.torch_dtype or "?")])
 def test_every_torch_dtype_finds_its_format(name):
     assert find_format(getattr(torch, FORMATS[name].torch_dtype)).name == name
 
@@ -70,7 +72,7 @@ def test_all_names_lists_scalar_formats_first():
     assert all_names() == [*FORMATS, *BLOCK_FORMATS]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("typed", "text"),
     [
         ("fp17", "unknown format 'fp17'. Did you mean fp16? `ampwise formats` lists them all."),

@@ -9,6 +9,7 @@ import torch
 
 from ampwise.numbers.formats import BLOCK_FORMATS, FORMATS, BlockFormat, find_format
 
+from ...for_each import for_each
 from . import oracles
 
 NUMPY_DTYPES = {"fp64": np.float64, "fp32": np.float32, **oracles.NUMPY_DTYPES}
@@ -30,7 +31,7 @@ def test_every_format_has_an_oracle_here_but_tf32():
     assert set(FORMATS) - set(NUMPY_DTYPES) == {"tf32"}
 
 
-@pytest.mark.parametrize("name", NUMPY_DTYPES)
+@for_each("name", NUMPY_DTYPES)
 def test_limits_are_what_numpy_and_ml_dtypes_say(name):
     fmt, info = FORMATS[name], ml_dtypes.finfo(NUMPY_DTYPES[name])
     assert fmt.bits == info.bits
@@ -40,7 +41,7 @@ def test_limits_are_what_numpy_and_ml_dtypes_say(name):
     assert fmt.epsilon == float(info.eps)
 
 
-@pytest.mark.parametrize("name", IN_TORCH)
+@for_each("name", IN_TORCH)
 def test_limits_are_what_torch_says(name):
     fmt = FORMATS[name]
     info = torch.finfo(getattr(torch, fmt.torch_dtype))
@@ -56,7 +57,7 @@ def test_tf32_is_fp32_with_the_mantissa_of_fp16():
     assert tf32.max == (2 - tf32.epsilon) * 2.0**127
 
 
-@pytest.mark.parametrize("name", UP_TO_16_BITS)
+@for_each("name", UP_TO_16_BITS)
 def test_limits_are_those_of_the_decoded_codes(name):
     fmt, values = FORMATS[name], decoded(name)
     finite = values[np.isfinite(values)]
@@ -74,7 +75,7 @@ def test_limits_are_those_of_the_decoded_codes(name):
     assert (gaps == fmt.epsilon).all(), "from the smallest normal up, every value has full precision"
 
 
-@pytest.mark.parametrize("name", UP_TO_16_BITS)
+@for_each("name", UP_TO_16_BITS)
 def test_reserved_codes_are_those_without_a_finite_value(name):
     fmt, values = FORMATS[name], decoded(name)
     positive_half = values[: fmt.codes // (2 if fmt.signed else 1)]
@@ -92,7 +93,7 @@ def test_the_two_smallest_of_fp16():
     assert np.float16(np.nextafter(2.0**-25, 1)) == np.float16(2.0**-24)
 
 
-@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "e5m2"])
+@for_each("name", ["fp32", "fp16", "bf16", "e5m2"])
 def test_thresholds_are_where_a_cast_changes_its_answer(name):
     fmt, dtype = FORMATS[name], NUMPY_DTYPES[name]
     inside = np.nextafter(fmt.overflow_threshold, 0)
@@ -139,7 +140,7 @@ def test_which_formats_need_a_loss_scale():
     assert not any(fmt.needs_loss_scale for fmt in BLOCK_FORMATS.values())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "element", "scale", "size", "bits"),
     [
         ("mxfp8_e4m3", "e4m3fn", "e8m0", 32, 8.25),
@@ -159,7 +160,7 @@ def test_block_formats(name, element, scale, size, bits):
     assert fmt.tensor_scale == (name == "nvfp4")
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *BLOCK_FORMATS])
+@for_each("name", [*FORMATS, *BLOCK_FORMATS])
 def test_as_data(name):
     fmt = find_format(name)
     data = fmt.as_dict()

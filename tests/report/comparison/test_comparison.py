@@ -18,6 +18,7 @@ from ampwise.report.comparison.numbers import TOO_FEW, UNCLEAR, ComparedNumber
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import CountedFinding, LayerSample, StepBucket, StepRow, merge_buckets
 
+from ...for_each import for_each
 from ..conftest import CLIP
 
 
@@ -376,7 +377,7 @@ def test_each_optimizer_has_its_own(compare):
     assert told == ["loss at the end (optimizer 0)", "loss at the end (Adam of Critic)"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("unit", "before", "after", "change"),
     [
         ("", 100.0, 88.0, "−12%"),

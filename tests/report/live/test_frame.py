@@ -17,6 +17,7 @@ from ampwise.runs.events import LoggedEvent
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import LayerSample, StepBucket
 
+from ...for_each import for_each
 from .live_toys import FADING, HEALTHY, clipped, layers, step
 
 CREATED = 1_700_000_000.0
@@ -155,7 +156,7 @@ def test_several_optimizers_show_the_first_and_name_it():
 # --- time ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("manifest", "wanted"),
     [
         ({}, "step 120 · 10 steps/s · running 3 min"),

@@ -8,6 +8,8 @@ import pytest
 from ampwise.finding import Place
 from ampwise.report.source_lines import SourceFiles, excerpt
 
+from ...for_each import for_each
+
 SCRIPT = "import torch\nscaler = GradScaler()\nloss.backward()\n\tstep(x)\nend()\nlast()\n"
 
 
@@ -85,7 +87,7 @@ def test_what_is_not_source_has_no_excerpt(tmp_path, content):
     assert excerpt(Place(file=str(file), line=1), SourceFiles()) == []
 
 
-@pytest.mark.parametrize("name", ["gone.py", "a\0b.py", "x" * 5000, "."])
+@for_each("name", ["gone.py", "a\0b.py", "x" * 5000, "."])
 def test_what_is_not_a_file_has_no_excerpt(name):
     assert excerpt(Place(file=name, line=1), SourceFiles()) == []
 
@@ -123,7 +125,7 @@ def test_a_cell_has_its_own_lines(tmp_path):
     assert excerpt(Place(file=str(file), line=1), sources) == [], "the lines of the JSON are nobody's"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"cells": 3}', '{"cells": [{"source": [1]}]}', "[" * 100000])
+@for_each("text", ["{", "[]", '{"cells": 3}', '{"cells": [{"source": [1]}]}', "[" * 100000])
 def test_a_broken_notebook_has_no_excerpt(text):
     assert excerpt(Place(file="a.ipynb", cell=1, line=1), SourceFiles({"a.ipynb": text})) == []
 

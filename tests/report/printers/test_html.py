@@ -2,10 +2,10 @@
 
 import re
 
-import pytest
-
 from ampwise.finding import Place, Rule, Severity
 from ampwise.finding.html import badge, code, facts_html, finding_html, prose, source, table, text
+
+from ...for_each import for_each
 
 HOSTILE = "<script>\x1b[2J\u202e'\"&\udc80"
 RULE = Rule(
@@ -20,7 +20,7 @@ RULE = Rule(
 )
 
 
-@pytest.mark.parametrize(
+@for_each(
     "make",
     [
         text,

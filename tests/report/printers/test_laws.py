@@ -3,7 +3,6 @@
 import json
 import math
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +10,8 @@ from ampwise.finding import Edit, Finding, Place, Rule, Severity
 from ampwise.report.printers import output_formats
 from ampwise.report.printers.outputs import concise, full, github, gitlab, sarif
 from ampwise.report.printers.outputs import json as json_output
+
+from ...for_each import for_each
 
 # All of Unicode, lone surrogates too: a file name that is not UTF-8 has them.
 texts = st.one_of(
@@ -156,7 +157,7 @@ def test_numbers_come_back_from_json(number):
     assert back == number or (math.isnan(back) and math.isnan(number))
 
 
-@pytest.mark.parametrize("name", output_formats())
+@for_each("name", output_formats())
 def test_no_findings_is_a_valid_document_too(name):
     import importlib
 

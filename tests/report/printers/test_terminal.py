@@ -29,6 +29,8 @@ from ampwise.finding.terminal import (
     write_exact,
 )
 
+from ...for_each import for_each
+
 HOSTILE = "\x1b]0;title\x07\x1b[31m\x9b2J\u202e"
 
 
@@ -37,7 +39,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "shown"),
     [
         ("plain größer 日本 💥", "plain größer 日本 💥"),
@@ -219,7 +221,7 @@ def test_the_console_honours_no_color(monkeypatch):
     assert plain.getvalue() == "x\n"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("encoding", "shown"),
     [
         ("ascii", "loss 2 -> 1, -12%, ~3 x 2^-14 ... 10^5 - 30 us / -"),

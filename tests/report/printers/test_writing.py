@@ -4,9 +4,9 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 import ampwise
+
+from ...for_each import for_each
 
 SOURCE = Path(ampwise.__file__).parent
 TERMINAL = "finding/terminal.py"
@@ -103,7 +103,7 @@ def test_nothing_is_allowed_that_is_not_needed():
         assert re.search(r"(stream|stderr)\.write\(", (SOURCE / file).read_text("utf-8")), file
 
 
-@pytest.mark.parametrize(
+@for_each(
     "code",
     [
         "print('x')",

@@ -12,6 +12,7 @@ from ampwise.numbers.census.measure import census
 from ampwise.runs.rows import LayerSample, StepRow
 from ampwise.watch.gradient_health import BadStep, GradientHealth, suggested_settings
 
+from ...for_each import for_each
 from .runs import NAMES, findings, gradients, sampled, scaler_rows, stepped, through_fp16
 
 
@@ -104,7 +105,7 @@ def test_an_empty_run_is_clean():
     assert findings(GradientHealth(precision="fp16")) == {}
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@for_each("precision", ["fp16", "bf16", "fp32"])
 def test_made_up_gradients_of_ordinary_size_are_clean(precision):
     rng = np.random.default_rng(0)
 

@@ -5,6 +5,7 @@ import pytest
 
 from ampwise.rules.amp6xx_gradients import exploding_gradients, vanishing_gradients
 
+from ...for_each import for_each
 from .runs import NAMES, findings, sampled, stepped
 
 RNG = np.random.default_rng(0)
@@ -30,7 +31,7 @@ def test_exploding_is_the_reverse():
     assert finding.evidence["ratio"] == pytest.approx(4.0**9, rel=0.2)
 
 
-@pytest.mark.parametrize("per_layer", [0.5, 0.9, 1.0, 1.1, 2.0])
+@for_each("per_layer", [0.5, 0.9, 1.0, 1.1, 2.0])
 def test_a_fall_within_hundreds_is_healthy(per_layer):
     assert not findings(sampled(along_depth(per_layer), precision="bf16", names=DEPTH))
 

@@ -8,6 +8,7 @@ from ampwise.rules.amp6xx_gradients import non_finite_gradients, non_finite_loss
 from ampwise.runs.rows import StepRow
 from ampwise.watch.gradient_health import BadStep
 
+from ...for_each import for_each
 from .runs import NAMES, findings, judged, scaler_rows, stepped
 
 
@@ -29,7 +30,7 @@ def test_the_first_module_is_named():
     assert not list(non_finite_gradients.check_gradients(health)), "the loss was first"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("healthy", "text"),
     [
         (True, "the weights were finite, so the data or an operation of this step is the cause"),

@@ -4,6 +4,7 @@ import pytest
 
 from ampwise.rules.amp6xx_gradients import scale_collapse, scale_oscillation, skip_rate
 
+from ...for_each import for_each
 from .runs import findings, judged, scaler_rows, stepped
 
 
@@ -46,10 +47,10 @@ def test_the_search_is_no_collapse_until_below_one(start):
 def test_single_skips_to_below_one_are_a_collapse():
     health = run(lambda step, scale: step % 20 == 0, 400, init_scale=64.0)
     (finding,) = scale_collapse.check_gradients(health)
-    assert finding.message.endswith(" to 0.5")
+    assert finding.message == "20 of 381 steps were skipped, and the loss scale fell from 64 to 2**-13"
 
 
-@pytest.mark.parametrize("interval", [1, 2, 5, 15])
+@for_each("interval", [1, 2, 5, 15])
 def test_alternating_is_oscillation(interval):
     health = run(lambda step, scale: scale > 65536, growth_interval=interval)
     (finding,) = scale_oscillation.check_gradients(health)

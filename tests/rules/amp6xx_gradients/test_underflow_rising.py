@@ -5,6 +5,7 @@ import pytest
 
 from ampwise.rules.amp6xx_gradients.underflow_rising import check_gradients
 
+from ...for_each import for_each
 from .runs import sample_of, sampled, through_fp16
 
 N = 3000
@@ -30,8 +31,8 @@ def first_alarm(gradients_at, scale, samples, every=10):
     return None
 
 
-@pytest.mark.parametrize("halving", [1, 2, 4, 8])
-@pytest.mark.parametrize("seed", range(3))
+@for_each("halving", [1, 2, 4, 8])
+@for_each("seed", range(3))
 def test_a_decay_is_found_long_before_half_is_lost(halving, seed):
     number, finding, lost = first_alarm(decaying(halving, seed=seed), 2.0**4, 40 * halving)
     # From 2**-8 at scale 2**4 it takes 21 halvings until the median is at 2**-25.

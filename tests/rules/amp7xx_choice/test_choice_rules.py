@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from ampwise.finding.registry import find_rule, rule_modules
 from ampwise.hardware import Cpu, gpu_named
 from ampwise.hardware.target import target_for_capability, target_for_cpu, target_for_gpu, unknown_target
 from ampwise.tune.advise.choice import PrecisionChoice, parse_scaling
 from ampwise.tune.advise.claims import CLAIMS, IDEAS, objections
 from ampwise.tune.advise.model import ModelFacts
+
+from ...for_each import for_each
 
 CLAIMS_PAGE = (Path(__file__).parents[3] / "docs" / "claims.md").read_text(encoding="utf-8")
 V100, T4, P100, A100, H200, GAUDI3 = (
@@ -230,7 +230,7 @@ SILENT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "parts", "is_no", "begins"), ANSWERED)
+@for_each(("name", "parts", "is_no", "begins"), ANSWERED)
 def test_it_is_answered(name, parts, is_no, begins):
     (finding,) = found(name, **parts)
     assert finding.message.startswith(begins)
@@ -239,12 +239,12 @@ def test_it_is_answered(name, parts, is_no, begins):
     assert finding.place.device == parts["target"].name
 
 
-@pytest.mark.parametrize(("name", "parts"), SILENT)
+@for_each(("name", "parts"), SILENT)
 def test_it_is_silent(name, parts):
     assert found(name, **parts) == []
 
 
-@pytest.mark.parametrize("target", [V100, A100, H200, GAUDI3, XEON, NOBODY_KNOWS], ids=lambda target: target.name)
+@for_each("target", [V100, A100, H200, GAUDI3, XEON, NOBODY_KNOWS])
 def test_nothing_asked_nothing_said(target):
     assert objections(PrecisionChoice(target=target, model=size(10**8, "transformer"))) == []
 
@@ -282,13 +282,13 @@ SECTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("idea", "section"), SECTIONS)
+@for_each(("idea", "section"), SECTIONS)
 def test_what_an_idea_is_reported_is_tested(idea, section):
     assert idea in IDEAS
     assert f'<a id="{section}"></a>' in CLAIMS_PAGE
 
 
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: next(iter(claim.said), claim.rule))
+@for_each("claim", CLAIMS)
 def test_a_claim_is_answered_by_a_rule(claim):
     rule = find_rule(claim.rule)
     assert rule.name == claim.rule

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ...for_each import for_each
+
 ASK_CUDA = """
 import torch, torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -35,7 +37,7 @@ def test_what_cuda_autocast_keeps_in_fp32(warm, tmp_path):
     assert wide == {"layer_norm", "group_norm", "softmax", "exp", "log", "sum", "cross_entropy"}, done.stderr
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("compute", "dtype"),
     [
         (lambda x: F.layer_norm(x, (8,)), torch.bfloat16),

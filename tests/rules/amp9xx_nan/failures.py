@@ -5,15 +5,8 @@ from dataclasses import replace
 from ampwise.finding.call_site import CallSite
 from ampwise.finding.registry import run_checks
 from ampwise.numbers.census.algebra import Census
-from ampwise.trace.failure import (
-    BadTensor,
-    Failure,
-    FixTrial,
-    OptimizerFacts,
-    Origin,
-    RoundedLiteral,
-    TensorSummary,
-)
+from ampwise.trace.failure import Failure
+from ampwise.trace.failure_facts import BadTensor, FixTrial, OptimizerFacts, Origin, RoundedLiteral, TensorSummary
 
 HERE = CallSite(file="/home/me/train.py", line=12, function="forward", called_from="train.py:40")
 LATER = CallSite(file="/home/me/train.py", line=31)
@@ -142,6 +135,18 @@ EXAMPLES = {
             exact_largest=0.25,
         ),
         trials=(FixTrial(what="attention without cuDNN", code="off()", finite=True, change="kernel", loss=1.5),),
+    ),
+    "compiler-fault": FAILED.but(
+        trials=(
+            FixTrial(
+                what='backend="aot_eager"',
+                code='torch.compile(model, backend="aot_eager")',
+                finite=True,
+                change="compiler",
+                argument="the code that the backend generates",
+                loss=1.5,
+            ),
+        ),
     ),
     "exploding-update": FAILED.but(
         origin=origin("aten.addmm.default", dtype="fp32", exact="finite", exact_largest=1e50),

@@ -10,16 +10,8 @@ from ampwise.finding.call_site import CallSite
 from ampwise.finding.strict_json import dumps, to_json_types
 from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.op_families import FAMILIES
-from ampwise.trace.failure import (
-    KINDS,
-    BadTensor,
-    Failure,
-    FixTrial,
-    OptimizerFacts,
-    Origin,
-    RoundedLiteral,
-    TensorSummary,
-)
+from ampwise.trace.failure import KINDS, Failure
+from ampwise.trace.failure_facts import BadTensor, FixTrial, OptimizerFacts, Origin, RoundedLiteral, TensorSummary
 from ampwise.trace.remedies import CHANGES, remedies_for
 
 from .failures import findings

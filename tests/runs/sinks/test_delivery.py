@@ -15,6 +15,7 @@ from ampwise.runs.sinks import requested_sinks, run_sinks
 from ampwise.runs.sinks.metrics import TimedEvent
 from ampwise.runs.sinks.run_sinks import BATCH, MOST_SAMPLES, WaitLimits
 
+from ...for_each import for_each
 from .sink_toys import Toy, all_sinks, steps
 
 ROOT = Path(__file__).parents[3]
@@ -62,7 +63,7 @@ def test_after_the_end_nothing_is_sent():
     assert toy.calls.count("close") == 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fails", "message"),
     [
         ("open", "the sink `bad` could not be opened: ValueError: the disk is full"),

@@ -1,11 +1,11 @@
 """What an event says of a sink that let a run down."""
 
-import pytest
-
 from ampwise.runs.sinks.run_sinks import SinkFailure, SinkPhase
 
+from ...for_each import for_each
 
-@pytest.mark.parametrize(
+
+@for_each(
     ("trouble", "message"),
     [
         (
@@ -37,7 +37,6 @@ from ampwise.runs.sinks.run_sinks import SinkFailure, SinkPhase
             "the sink `trackio` is slower than the training: 2 rows were dropped, 30 rows sent",
         ),
     ],
-    ids=lambda each: str(each.when) if isinstance(each, SinkFailure) else "",
 )
 def test_one_event_says_what_happened(trouble, message):
     event = trouble.logged()

@@ -465,7 +465,7 @@ def same_after(sink):
 
 @pytest.mark.parametrize(
     ("kind", "target"),
-    [("tensorboard", "tb"), ("mlflow", "http"), ("trackio", "p"), *by_night(("wandb", "p"), ("mlflow", "./store"))],
+    [("tensorboard", "tb"), ("mlflow", "http"), *by_night(("trackio", "p"), ("wandb", "p"), ("mlflow", "./store"))],
 )
 def test_a_sink_draws_nothing_from_the_scripts_generators(kind, target, warm, tmp_path):
     address = "http://127.0.0.1:{server.server_port}" if target == "http" else target

@@ -14,6 +14,7 @@ from ampwise.errors import BadInput, MissingDependency, UnknownName
 from ampwise.runs.sinks import SinkSyntax, built_in_kinds, requested_sinks
 from ampwise.runs.sinks.sink_context import SinkContext, use_separate_random
 
+from ...for_each import for_each
 from .sink_toys import all_sinks, steps
 
 IN_AN_ENGINE = SinkSyntax("Sinks({})", quoted=True, each="give each a string of its own")
@@ -57,7 +58,7 @@ def test_what_is_neither_name_nor_function():
     assert refused(":x") == f"--sink :x: expected the name of a sink before the colon: {names}."
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("asked", "words"),
     [
         (["jsonl"], "Sinks(['jsonl']): expected the name of a sink, or a function that takes a row."),

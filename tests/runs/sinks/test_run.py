@@ -136,7 +136,7 @@ def plugin(tmp_path):
 def test_sinks_that_fail_and_hang_are_events_of_the_run_and_nothing_else(script, plugin, watched, tmp_path):
     path = os.pathsep.join([str(ROOT / "src"), str(plugin)])
     sinks = ("--sink", "broken", "--sink", "slow", "--sink", "jsonl:m.jsonl")
-    done = watched("-o", "first", *sinks, script, PYTHONPATH=path)
+    done = watched("-o", "first", *sinks, script, PYTHONPATH=path, AMPWISE_SINK_WAIT="2")
     assert (done.returncode, done.stdout) == (3, PRINTED)
     assert done.stderr.count("sink-failed: the sink `broken` could not be opened: OSError: no room") == 1
     assert done.stderr.count("sink-failed: the sink `slow` was still busy when the run ended") == 1

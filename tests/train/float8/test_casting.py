@@ -19,6 +19,8 @@ from ampwise.train.float8.fp8_cast import (
     scales_of,
 )
 
+from ...for_each import for_each
+
 DTYPES = [E4M3, E5M2]
 INF, NAN = math.inf, math.nan
 
@@ -40,16 +42,16 @@ def test_the_scale_is_the_largest_power_of_two_that_fits(amax, dtype, margin):
     assert amax * scale * 2 > limit or scale == 2.0**126
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("amax", [0.0, 1e-45, 3.4e38, INF, NAN])
+@for_each("dtype", DTYPES)
+@for_each("amax", [0.0, 1e-45, 3.4e38, INF, NAN])
 def test_scales_of_odd_magnitudes_are_normal_numbers(dtype, amax):
     scale = float(scales_of(torch.tensor(amax), TOPS[dtype]))
     assert 2.0**-126 <= scale <= 2.0**126
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(32, 48), (5, 16), (17, 80)])
+@for_each("dtype", DTYPES)
+@for_each("wide", [torch.float32, torch.bfloat16, torch.float16])
+@for_each("shape", [(32, 48), (5, 16), (17, 80)])
 def test_values_are_those_of_torchs_cast_of_what_is_scaled(dtype, wide, shape):
     torch.manual_seed(0)
     x = (torch.randn(shape) * 0.01).to(wide)
@@ -81,8 +83,8 @@ def test_with_a_scale_given_values_beyond_are_cut_off_and_counted(dtype):
     assert found.seen[AMAX] == x.abs().max()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@for_each("dtype", DTYPES)
+@for_each("bad", [INF, -INF, NAN])
 def test_what_is_not_finite_shows(dtype, bad):
     x = torch.tensor([[1.0, bad], [2.0, 3.0]])
     found = current(x, dtype)

@@ -10,6 +10,8 @@ from ampwise.errors import UnknownName
 from ampwise.train.float8.layer_choice import choose_layers
 from ampwise.train.float8.recipe import Fp8
 
+from ...for_each import for_each
+
 BIG = 512
 
 
@@ -50,7 +52,7 @@ def test_of_an_mlp_the_first_and_the_last_stay_wide():
     assert whys(model, Fp8(narrow=("0", "4"))) == {"0": True, "2": True, "4": True}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("layer", "why"),
     [
         (lambda: nn.Linear(BIG, 1000), "1000: not a multiple of 16, see ampwise.pad_"),
@@ -68,7 +70,7 @@ def test_layers_that_cannot_or_should_not(layer, why):
     assert whys(model)["middle"] == why
 
 
-@pytest.mark.parametrize(("name", "outputs", "is_router"), [
+@for_each(("name", "outputs", "is_router"), [
     ("router", 64, True), ("gate", 512, True), ("gate", 2048, False), ("gate_proj", 512, False), ("wg", 16, True),
 ])  # fmt: skip
 def test_routers_are_known_by_name_and_by_few_outputs(name, outputs, is_router):

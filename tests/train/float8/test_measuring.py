@@ -12,11 +12,13 @@ from ampwise.train.float8 import recipe_timing as measuring
 from ampwise.train.float8.recipe import Fp8
 from ampwise.train.float8.recipe_timing import candidate_recipes, fastest_recipe, time_recipes
 
+from ...for_each import for_each
+
 CPU = torch.device("cpu")
 OURS = Fp8("measured", backend="ampwise")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("times", "recipe"),
     [
         ({"current": 80, "delayed": 90}, "current"),

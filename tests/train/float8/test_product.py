@@ -10,6 +10,8 @@ from ampwise.train.float8 import fp8_linear as product
 from ampwise.train.float8.fp8_cast import E4M3, E5M2, LIMITS, TOPS, scales_of
 from ampwise.train.float8.fp8_linear import fp8_linear
 
+from ...for_each import for_each
+
 IN, OUT = 48, 32
 
 
@@ -32,10 +34,10 @@ def gradients(y, leaves, g):
     return torch.autograd.grad(y, [each for each in leaves if each is not None], g)
 
 
-@pytest.mark.parametrize("shape", [(IN,), (1, IN), (5, IN), (5, 7, IN), (2, 3, 4, IN)])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("e5m2", [True, False])
-@pytest.mark.parametrize("delayed", [True, False])
+@for_each("shape", [(IN,), (1, IN), (5, IN), (5, 7, IN), (2, 3, 4, IN)])
+@for_each("bias", [True, False])
+@for_each("e5m2", [True, False])
+@for_each("delayed", [True, False])
 def test_three_products_of_rounded_operands(shape, bias, e5m2, delayed):
     x, weight, b = leaves = operands(shape, bias)
     scales = torch.tensor([8.0, 256.0, 64.0]) if delayed else None
@@ -75,7 +77,7 @@ def test_under_autocast_the_output_is_bf16_and_gradients_have_the_types_of_the_l
     assert fp8_linear(x.bfloat16(), weight, b, None, None, True).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("frozen", ["x", "weight", "both"])
+@for_each("frozen", ["x", "weight", "both"])
 def test_parts_that_need_no_gradient_get_none(frozen):
     x, weight, b = operands()
     x.requires_grad_(frozen == "weight")

@@ -9,8 +9,10 @@ from ampwise.train.float8.fp8_cast import E4M3, E5M2
 from ampwise.train.float8.recipe import RECIPES, Fp8
 from ampwise.train.float8.torchao_backend import NAMES
 
+from ...for_each import for_each
 
-@pytest.mark.parametrize("recipe", RECIPES)
+
+@for_each("recipe", RECIPES)
 def test_each_recipe_has_a_backend_by_itself(recipe):
     assert Fp8(recipe).made_by == RECIPES[recipe][0]
     for backend in RECIPES[recipe]:
@@ -27,7 +29,7 @@ def test_measured_is_by_whoever_is_there():
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fp8", "fmt"),
     [(Fp8(), "e5m2"), (Fp8(gradients="e4m3"), "e4m3"), (Fp8("delayed"), "e5m2"), (Fp8("tensorwise"), "e5m2"),
      (Fp8("rowwise"), "e4m3"), (Fp8("rowwise+hp-weight-grad"), "e4m3")],
@@ -41,7 +43,7 @@ def test_gradients_have_the_format_of_their_recipe(fp8, fmt):
         assert config.cast_config_grad_output.target_dtype is {"e5m2": E5M2, "e4m3": E4M3}[fmt]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("asked", "error", "text"),
     [
         ({"recipe": "curent"}, UnknownName, "unknown FP8 recipe 'curent'. Did you mean current. The recipes are"),

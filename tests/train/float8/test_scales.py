@@ -10,6 +10,8 @@ from ampwise.train.float8.delayed_scaling import DelayedScales
 from ampwise.train.float8.fp8_cast import E4M3, E5M2, LIMITS
 from ampwise.train.float8.recipe import Fp8
 
+from ...for_each import for_each
+
 CPU = torch.device("cpu")
 INF, NAN = torch.inf, torch.nan
 
@@ -96,7 +98,7 @@ def test_a_state_goes_on_where_it_was_by_the_names_of_layers():
     assert new.steps == 2
 
 
-@pytest.mark.parametrize("other", [{}, {"gradients": "e4m3"}, {"margin": 2}, {"update": "last"}, {"history": 2}])
+@for_each("other", [{}, {"gradients": "e4m3"}, {"margin": 2}, {"update": "last"}, {"history": 2}])
 def test_loaded_magnitudes_make_the_scales_that_they_would_have_made_here(other):
     old, here, new = (DelayedScales(["a", "b"], Fp8("delayed", **each), CPU) for each in ({}, other, other))
     for amax in (512.0, 64.0, 3.0):

@@ -55,11 +55,11 @@ def loss_of(model, x, y):
 
 @pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 def test_each_name_makes_its_optimizer(name):
-    model = net()
-    optimizer = make_optimizer(name, model, lr=2.0**-10)
+    parameters = [each for each in net().parameters() if each.dim() == 2 or name != "muon"]
+    optimizer = make_optimizer(name, parameters, lr=2.0**-10)
     assert type(optimizer).__name__.lower() == name
     assert float(optimizer.param_groups[0]["lr"]) == 2.0**-10
-    assert optimizer.param_groups[0]["params"] == [*model.parameters()]
+    assert optimizer.param_groups[0]["params"] == parameters
 
 
 @pytest.mark.few_by_day(3)

@@ -7,10 +7,12 @@ from ampwise.errors import UnknownName
 from ampwise.train.low_bit.pure_bf16 import PureBf16, parse_pure_bf16
 from ampwise.train.precision.precision import precision_named
 
+from ...for_each import for_each
 
-@pytest.mark.parametrize("kahan", [False, True])
-@pytest.mark.parametrize("bf16_states", [False, True])
-@pytest.mark.parametrize("elementwise", [False, True])
+
+@for_each("kahan", [False, True])
+@for_each("bf16_states", [False, True])
+@for_each("elementwise", [False, True])
 def test_its_text_is_read_back(kahan, bf16_states, elementwise):
     pure = PureBf16(kahan=kahan, bf16_states=bf16_states, elementwise=elementwise)
     assert parse_pure_bf16(pure.text) == pure

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from ampwise.train.low_bit.rounding import RoundingNoise, join_bf16_, split_bf16_, stochastic_round_
 
+from ...for_each import for_each
+
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=True)
 NOISE = st.integers(0, 2**16 - 1)
 
@@ -80,7 +82,7 @@ def test_a_value_is_its_nearest_and_the_rest(values):
     assert torch.equal(join_bf16_(narrow, rest).view(torch.int32), wide.view(torch.int32))
 
 
-@pytest.mark.parametrize("pattern", [0x7FFFFFFF, 0x7F800001, 0x7FC00000, 0xFFFFFFFF - 2**32, 0xFF800001 - 2**32])
+@for_each("pattern", [0x7FFFFFFF, 0x7F800001, 0x7FC00000, 0xFFFFFFFF - 2**32, 0xFF800001 - 2**32])
 def test_a_nan_stays_one(pattern):
     """Whatever its bits: all ones are a GPU's own, and would overflow; some are all in the lower half."""
     values = torch.tensor([pattern], dtype=torch.int32).view(torch.float32)

@@ -1,6 +1,5 @@
 """Updates that vanish are found where they do, and not where they are seen to."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -9,6 +8,8 @@ from ampwise.check.source.project import Project
 from ampwise.check.source_rules import matching_rules
 from ampwise.finding.registry import source_rules
 from ampwise.watch.watch import Watch
+
+from ...for_each import for_each
 
 SCRIPT = """
 import torch
@@ -41,7 +42,7 @@ def test_the_linter_warns_of_plain_bf16_weights_and_not_of_bf16_pure():
     assert "AMP306" not in codes_in(KEPT)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "bf16-pure,kahan"])
+@for_each("precision", ["bf16", "bf16-pure", "bf16-pure,kahan"])
 def test_the_watch_warns_of_updates_that_vanish_and_not_of_bf16_pure(precision):
     with Watch(every=1, timing=False) as watch:
         torch.manual_seed(0)

@@ -10,6 +10,8 @@ import ampwise
 from ampwise import BadInput
 from ampwise.errors import UnknownName
 
+from ...for_each import for_each
+
 BF16 = torch.bfloat16
 
 
@@ -132,7 +134,7 @@ async def both():
     yield
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("refused", "text"),
     [
         (Head, "keep('fp32') of Head: expected a function, not a class or module."),
@@ -150,7 +152,7 @@ def test_what_is_no_plain_function_is_refused(refused, text):
     assert text in str(error.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("precision", "text"),
     [
         ("tf32", "keep('tf32'): TF32 is switched for a whole device, not for a part of a model. Use 'fp32' or"),

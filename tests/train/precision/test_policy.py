@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from ampwise import BadInput, Policy
 from ampwise.errors import UnknownName
 
+from ...for_each import for_each
+
 BF16 = torch.bfloat16
 KEPT = Policy("bf16").keep("fp32", "*.router", "head")
 
@@ -390,7 +392,7 @@ def test_what_is_never_called_cannot_be_kept():
         Policy().keep("fp32", "weights").apply(model)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("build", "text"),
     [
         (
@@ -454,7 +456,7 @@ def test_the_shape_of_what_is_saved():
     }
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("data", "text"),
     [
         (None, "expected a policy as a dict, got None."),

@@ -22,6 +22,8 @@ from ampwise.train.precision.precision import (
     precisions_of,
 )
 
+from ...for_each import for_each
+
 XEON = Cpu(model="Intel Xeon 8488C", features=("amx_bf16", "avx512_bf16"))
 
 
@@ -53,7 +55,7 @@ OLD_AMD = device("AMD Radeon of yesterday", "gfx803", native=False)
 UNITS = "it has BF16 tensor cores, and BF16's range needs no loss scale"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("gpu", "best", "why", "runs"),
     [
         (P100, "fp32", "it has no tensor cores, without which 16 bits gain little", "fp32 fp16"),
@@ -67,7 +69,6 @@ UNITS = "it has BF16 tensor cores, and BF16's range needs no loss scale"
         (NEW_AMD, "fp32", "it is not known whether it has tensor cores for 16 bits", "fp32 fp16 bf16"),
         (OLD_AMD, "fp32", "it is not known whether it has tensor cores for 16 bits", "fp32 fp16"),
     ],
-    ids=lambda value: value.name if isinstance(value, CudaDevice) else "",
 )
 def test_what_a_gpu_gets(gpu, best, why, runs):
     facts = gpu_precisions(gpu)
@@ -76,7 +77,7 @@ def test_what_a_gpu_gets(gpu, best, why, runs):
     assert facts.runs == tuple(runs.split())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("cpu", "best", "why"),
     [
         (
@@ -110,7 +111,7 @@ def test_of_other_devices_only_what_autocast_takes_is_known():
     assert facts.why == "fp32 on mps: it is not known what is fast on mps"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("facts", "asked", "text"),
     [
         (
@@ -157,7 +158,6 @@ def test_of_other_devices_only_what_autocast_takes_is_known():
             "It runs fp32, fp16. Use precision='auto' to let ampwise choose.",
         ),
     ],
-    ids=["none", "not known", "cpu", "mps", "fp8", "fp8 on a cpu", "pure"],
 )
 def test_what_a_device_cannot_run_is_refused(facts, asked, text):
     with pytest.raises(PrecisionUnavailable) as refused:
@@ -181,7 +181,7 @@ def apart(recipe):
 HP = apart("rowwise+hp-weight-grad")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("asked", "text"),
     [
         ("float16", f"unknown precision 'float16'. ampwise calls it 'fp16'. {NAMES}"),
@@ -221,7 +221,7 @@ def test_an_unknown_name_is_answered_with_the_right_one(asked, text):
     assert str(refused.value) == text
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("asked", "text"),
     [
         (
@@ -254,7 +254,7 @@ def test_a_device_that_is_not_here():
         choose_precision("auto", torch.device("cuda", 99))
 
 
-@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
+@for_each("name", ["fp32", "fp16", "bf16"])
 def test_what_is_asked_for_is_given(name):
     chosen = choose_precision(name, torch.device("cpu"))
     assert chosen[:2] == (PRECISIONS[name], "requested")
@@ -291,7 +291,7 @@ def test_auto_is_never_refused_and_every_precision_is_run_or_lacking(facts: Devi
     assert "\n" not in facts.why
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@for_each("name", PRECISIONS)
 def test_a_precision_is_filed_under_its_name_and_scaled_if_its_range_is_short(name):
     precision = PRECISIONS[name]
     assert precision.name == name
@@ -300,7 +300,7 @@ def test_a_precision_is_filed_under_its_name_and_scaled_if_its_range_is_short(na
     assert precision.dtype is None or precision.tf32 is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("asked", "name"),
     [
         ("emulate:mxfp8", "emulate:mxfp8_e4m3"),
@@ -311,9 +311,7 @@ def test_a_precision_is_filed_under_its_name_and_scaled_if_its_range_is_short(na
         ("emulate:fp16", "emulate:fp16"),
     ],
 )
-@pytest.mark.parametrize(
-    "facts", [gpu_precisions(V100), cpu_precisions(XEON), other_precisions("mps", ())], ids=["gpu", "cpu", "mps"]
-)
+@for_each("facts", [gpu_precisions(V100), cpu_precisions(XEON), other_precisions("mps", ())])
 def test_what_is_emulated_runs_everywhere_under_the_name_by_which_it_is_found_again(asked, name, facts):
     precision = choose_from(asked, facts).precision
     assert precision.name == name
@@ -322,7 +320,7 @@ def test_what_is_emulated_runs_everywhere_under_the_name_by_which_it_is_found_ag
     assert precision.scaled is (asked == "emulate:fp16")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("asked", "text"),
     [
         (

@@ -11,6 +11,8 @@ from ampwise.train.scaler import optimizer_step as adam
 from ampwise.train.scaler.grad_stats import CheckedGradients, GpuStats, GradStats, StepDecision
 from ampwise.train.scaler.gradients import collect_gradients
 
+from ...for_each import for_each
+
 # Triton's interpreter computes with numpy, which warns where a GPU would not.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -129,7 +131,7 @@ def test_state_that_was_replaced_is_found_again():
     assert optimizer.state[params[0]]["step"] == 3
 
 
-@pytest.mark.parametrize(
+@for_each(
     "spoil",
     [
         lambda optimizer, params: optimizer.param_groups[0].update(amsgrad=True),
@@ -142,7 +144,6 @@ def test_state_that_was_replaced_is_found_again():
         lambda optimizer, params: optimizer.state[params[0]].update(exp_avg=torch.zeros(1500).bfloat16()),
         lambda optimizer, params: optimizer.state[params[0]].update(step=torch.tensor(1.0, dtype=torch.float64)),
     ],
-    ids=["amsgrad", "betas", "lr", "first step", "no gradients", "gaps", "unaligned", "half state", "double step"],
 )
 def test_what_is_out_of_the_ordinary_is_left_to_torch(spoil):
     optimizer, params = started()

@@ -22,6 +22,7 @@ from ampwise.train.scaler.kernel import (
 )
 from ampwise.train.scaler.loss_scale import LARGEST, ScaleLimits, UpdateField, new_counters, update_scale_
 
+from ...for_each import for_each
 from ...night import NIGHTLY
 
 # Triton's interpreter computes with numpy, which warns where a GPU would not.
@@ -85,7 +86,7 @@ def test_more_tensors_and_chunks_than_one_block_are_all_added_up(monkeypatch):
     assert launch_totals(found, weights).tolist() == [4.0 * finite, 2.0, 1.0]
 
 
-@pytest.mark.few_by_day(4)
+@pytest.mark.few_by_day(6)
 @pytest.mark.parametrize("bad", BAD, ids=str)
 @pytest.mark.parametrize("max_norm", [math.inf, 1e9, 1.0, 1e-3, 1e-37])
 @pytest.mark.parametrize("scale", [None, 65536.0, 1000.0])
@@ -99,12 +100,12 @@ def test_the_kernel_judges_as_defined(scale, max_norm, bad):
     assert right.found_inf.item() == float(bool(bad) or (max_norm == 1e-37))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "totals",
     [(25.0, 0.0, 0.0), (4.0, 2.0, 0.0), (4.0, 0.0, 1.0), (4.0, 2.0, 1.0), (1e76, 0.0, 0.0)],
 )
-@pytest.mark.parametrize("max_norm", [math.inf, 1.0, 1e-37])
-@pytest.mark.parametrize("scale", [None, 1000.0])
+@for_each("max_norm", [math.inf, 1.0, 1e-37])
+@for_each("scale", [None, 1000.0])
 def test_totals_that_ranks_agreed_on_are_judged_as_defined(scale, max_norm, totals):
     there, agreed = None if scale is None else torch.tensor(scale), torch.tensor(totals, dtype=torch.float64)
     found, right = launch_decision(agreed, there, max_norm), decide_step(agreed, there, max_norm)

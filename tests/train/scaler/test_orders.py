@@ -9,6 +9,8 @@ import torch
 
 import ampwise
 
+from ...for_each import for_each
+
 SCALE = 65536.0
 
 
@@ -36,8 +38,8 @@ class Stumbling(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("clip", [None, 1.0, "joint"])
-@pytest.mark.parametrize("enabled", [True, False])
+@for_each("clip", [None, 1.0, "joint"])
+@for_each("enabled", [True, False])
 def test_a_step_that_failed_can_be_taken_again(clip, enabled):
     scaler, parameter, other = ampwise.GradScaler("cpu", enabled=enabled), weight(), weight()
     optimizer, second = Stumbling([parameter], lr=1.0, foreach=False), torch.optim.SGD([other], lr=1.0)
@@ -87,8 +89,8 @@ def test_a_state_loaded_between_unscale_and_step_does_not_unscale_again():
     assert parameter.grad.tolist() == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("when", ["before the step", "after it"])
+@for_each("fused", [True, False])
+@for_each("when", ["before the step", "after it"])
 def test_a_flag_that_somebody_else_sets_is_heeded(fused, when):
     scaler, parameter = ampwise.GradScaler("cpu"), weight()
     optimizer = torch.optim.AdamW([parameter], fused=fused)
@@ -244,7 +246,7 @@ def test_gradients_edited_after_a_step_that_failed_are_not_divided_again():
     assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("clippings", "norms"),
     [
         ([("o1", 0.1), ("both", 100.0)], (0.1, math.sqrt(8))),
@@ -254,7 +256,7 @@ def test_gradients_edited_after_a_step_that_failed_are_not_divided_again():
         ([("twice o1", 1.0)], (1.0, math.sqrt(8))),
     ],
 )
-@pytest.mark.parametrize("enabled", [True, False])
+@for_each("enabled", [True, False])
 def test_clippings_of_different_sets_are_done_one_after_another(clippings, norms, enabled):
     scaler, one, other = ampwise.GradScaler("cpu", enabled=enabled), weight(), weight()
     o1, o2 = torch.optim.SGD([one], lr=1.0), torch.optim.SGD([other], lr=1.0)

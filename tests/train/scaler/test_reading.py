@@ -13,6 +13,8 @@ from ampwise.train.scaler import grad_stats as reading
 from ampwise.train.scaler.grad_stats import NormStats, inverse_scale, read_gradients
 from ampwise.train.scaler.gradients import collect_gradients
 
+from ...for_each import for_each
+
 HOME = torch.device("cpu")
 
 
@@ -69,8 +71,8 @@ def as_tensor(scale):
     return None if scale is None else torch.tensor(scale)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", GRADIENTS)
+@for_each("scale", SCALES)
+@for_each("name", GRADIENTS)
 def test_every_kind_is_read_in_true_units(name, scale):
     gradient = GRADIENTS[name]()
     true = values_of(gradient) / (scale or 1.0)
@@ -85,7 +87,7 @@ def test_every_kind_is_read_in_true_units(name, scale):
         assert counted[0].amax == pytest.approx(true.abs().max().item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in GRADIENTS if "conj" not in name])
+@for_each("name", [name for name in GRADIENTS if "conj" not in name])
 def test_reading_leaves_gradients_as_they_are(name):
     gradient = GRADIENTS[name]()
     before = gradient.clone()
@@ -95,8 +97,8 @@ def test_reading_leaves_gradients_as_they_are(name):
     assert torch.equal(gradient.to_dense(), before.to_dense())
 
 
-@pytest.mark.parametrize("scale", [65536.0, 1000.0])
-@pytest.mark.parametrize("name", GRADIENTS)
+@for_each("scale", [65536.0, 1000.0])
+@for_each("name", GRADIENTS)
 def test_unscaling_leaves_in_memory_what_torch_leaves(name, scale):
     ours, theirs = holding(GRADIENTS[name]()), holding(GRADIENTS[name]())
     read_gradients(collect_gradients(ours), torch.tensor(scale), unscale=True)
@@ -111,8 +113,8 @@ def test_unscaling_leaves_in_memory_what_torch_leaves(name, scale):
     assert torch.equal(found.to_dense(), right.to_dense())
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("name", [name for name in GRADIENTS if "empty" not in name and "nothing" not in name])
+@for_each("value", [math.inf, -math.inf, math.nan])
+@for_each("name", [name for name in GRADIENTS if "empty" not in name and "nothing" not in name])
 def test_one_bad_element_of_any_kind_is_counted(name, value):
     gradient = GRADIENTS[name]()
     if name == "conjugated":
@@ -189,8 +191,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", [name for name in GRADIENTS if "nothing" not in name])
+@for_each("change", CHANGES)
+@for_each("name", [name for name in GRADIENTS if "nothing" not in name])
 def test_a_change_to_any_gradient_is_noticed(name, change):
     optimizer = holding(rand(3), GRADIENTS[name]())
     gradients = collect_gradients(optimizer)
@@ -242,7 +244,7 @@ def test_the_census_of_a_reading_is_that_of_the_true_gradients():
 # Where neither the kernel nor the C loop can read.
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@for_each("scale", SCALES)
 def test_norms_alone_give_the_same_totals(scale):
     gradients = [rand(50), rand(7, 8).t(), rand(9, dtype=torch.bfloat16), rand(5, dtype=torch.float64)]
     part = NormStats([0, 1, 2, 3], gradients, as_tensor(scale), False)

@@ -20,6 +20,8 @@ from ampwise.train.scaler.loss_scale import (
     update_scale_,
 )
 
+from ...for_each import for_each
+
 FREE = ScaleLimits(growth=2.0, backoff=0.5, interval=3, floor=1e-30, ceiling=LARGEST, hysteresis=1)
 
 
@@ -190,10 +192,8 @@ def test_limits_that_make_sense_are_kept():
     assert checked(4.0, 4.0, 4.0, 7) == replace(checked(), floor=4.0, ceiling=4.0, hysteresis=7)
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, True, "4"])
-@pytest.mark.parametrize(
-    ("argument", "name"), [("init_scale", "init_scale"), ("floor", "min_scale"), ("ceiling", "max_scale")]
-)
+@for_each("wrong", [0.0, -1.0, math.nan, True, "4"])
+@for_each(("argument", "name"), [("init_scale", "init_scale"), ("floor", "min_scale"), ("ceiling", "max_scale")])
 def test_limits_are_positive_and_finite(argument, name, wrong):
     with pytest.raises(BadInput) as error:
         checked(**{argument: wrong})
@@ -226,8 +226,8 @@ def test_a_scale_to_be_set_is_a_number_between_the_limits_or_a_tensor_that_nobod
         assert str(error.value) == f"update(): expected a positive, finite scale, got {wrong!r}."
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "2", None])
-@pytest.mark.parametrize("name", ["hysteresis", "growth_interval"])
+@for_each("wrong", [0, -1, 1.5, True, "2", None])
+@for_each("name", ["hysteresis", "growth_interval"])
 def test_steps_are_counted_in_whole_numbers(name, wrong):
     with pytest.raises(BadInput) as error:
         checked(**{name.removeprefix("growth_"): wrong})

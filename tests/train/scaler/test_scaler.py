@@ -15,6 +15,8 @@ from ampwise import BadInput, GradScaler, ScaleCollapsed
 from ampwise.train.scaler import grad_stats as reading
 from ampwise.train.scaler.collapse import SKIPS_BEFORE_WARNING
 
+from ...for_each import for_each
+
 SCALE = 4.0
 INF, NAN = math.inf, math.nan
 IMPLEMENTATIONS = ["for-loop", "foreach", "fused"]
@@ -108,8 +110,8 @@ def test_of_several_optimizers_the_bad_one_alone_is_skipped_and_all_share_the_sc
     assert [weight.item() for weight, _ in pairs] == [-1.0, 0.0, -2.0]
 
 
-@pytest.mark.parametrize(("value", "scale"), [(1.0, SCALE), (INF, SCALE / 2)])
-@pytest.mark.parametrize("look", ["unscale_", "clip_"])
+@for_each(("value", "scale"), [(1.0, SCALE), (INF, SCALE / 2)])
+@for_each("look", ["unscale_", "clip_"])
 def test_gradients_looked_at_and_not_stepped_move_the_scale_and_count_as_no_step(value, scale, look):
     scaler = started()
     weight, optimizer = held(value)
@@ -133,7 +135,7 @@ def test_a_new_scale_ends_the_iteration_counts_its_steps_and_heeds_no_overflow()
     assert scaler.state_dict()["overflows_in_a_row"] == 1
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, NAN, INF])
+@for_each("wrong", [0.0, -1.0, NAN, INF])
 def test_a_new_scale_that_makes_no_sense_is_refused_and_nothing_changes(wrong):
     scaler = started()
     _, optimizer = held(1.0)
@@ -153,7 +155,7 @@ def near(*numbers):
     return pytest.approx(numbers, rel=2e-6)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@for_each("implementation", IMPLEMENTATIONS)
 def test_before_unscale_clipping_is_folded_into_the_step(implementation):
     scaler = started()
     weight, optimizer = held(3.0, 4.0, implementation=implementation)
@@ -166,7 +168,7 @@ def test_before_unscale_clipping_is_folded_into_the_step(implementation):
     assert weight.grad.tolist() == near(0.6, 0.8)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@for_each("implementation", IMPLEMENTATIONS)
 def test_after_unscale_gradients_are_clipped_at_once_and_again(implementation):
     scaler = started()
     weight, optimizer = held(3.0, 4.0, implementation=implementation)
@@ -200,7 +202,7 @@ def test_the_folded_clipping_is_torchs_clipping_after_unscale():
     torch.testing.assert_close(*results, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("limits", [(1.0, 0.5), (2.0, 0.5, 0.5), (0.5, INF, 0.5)])
+@for_each("limits", [(1.0, 0.5), (2.0, 0.5, 0.5), (0.5, INF, 0.5)])
 def test_clipping_again_before_the_step_measures_anew_and_the_narrowest_limit_counts(limits):
     scaler = started()
     weight, optimizer = held(3.0, 4.0)
@@ -271,8 +273,8 @@ def test_clip_after_step_is_refused():
     scaler.clip_(optimizer, 1.0)
 
 
-@pytest.mark.parametrize("unscaled", [(), (0,), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("sequence", [list, tuple, iter])
+@for_each("unscaled", [(), (0,), (1,), (0, 1)])
+@for_each("sequence", [list, tuple, iter])
 def test_several_optimizers_are_clipped_by_their_joint_norm(unscaled, sequence):
     scaler = started()
     weights, optimizers = zip(held(3.0), held(4.0), strict=True)
@@ -308,8 +310,8 @@ def test_gradients_clipped_together_must_not_change_one_by_one():
     )
 
 
-@pytest.mark.parametrize("norm_type", [INF, 1.0])
-@pytest.mark.parametrize("make", [started, disabled])
+@for_each("norm_type", [INF, 1.0])
+@for_each("make", [started, disabled])
 def test_other_norms_are_torchs_in_true_units(norm_type, make):
     scaler = make()
     weight, optimizer = held(3.0, -4.0)
@@ -332,8 +334,8 @@ def test_a_limit_of_infinity_only_measures(make):
     assert weight.tolist() == [-3.0 * unit, -4.0 * unit]
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, NAN, -INF, None, "1"])
-@pytest.mark.parametrize("make", [started, disabled])
+@for_each("wrong", [0.0, -1.0, NAN, -INF, None, "1"])
+@for_each("make", [started, disabled])
 def test_a_limit_that_makes_no_sense_is_refused(wrong, make):
     with pytest.raises(BadInput) as error:
         make().clip_(held(1.0)[1], wrong)
@@ -345,8 +347,8 @@ def test_clip_needs_a_scale():
         GradScaler("cpu").clip_(held(1.0)[1], 1.0)
 
 
-@pytest.mark.parametrize("unscaled", [True, False])
-@pytest.mark.parametrize("make", [started, disabled])
+@for_each("unscaled", [True, False])
+@for_each("make", [started, disabled])
 def test_without_gradients_the_norm_is_zero_and_joint_clipping_is_of_the_others(make, unscaled):
     scaler, unit = make(), SCALE if make is disabled else 1.0
     empty, (_, full) = SGD([nn.Parameter(torch.zeros(1))], lr=1.0), held(2.0)
@@ -379,8 +381,8 @@ def test_a_limit_is_forgotten_with_the_gradients_it_was_for(make):
     assert weight.tolist() == near(-0.6, -0.8)
 
 
-@pytest.mark.parametrize("guard", [True, False])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@for_each("guard", [True, False])
+@for_each("implementation", IMPLEMENTATIONS)
 def test_a_disabled_scaler_clips_too(guard, implementation):
     scaler = disabled(guard=guard)
     weight, optimizer = held(3.0, 4.0, implementation=implementation)
@@ -520,8 +522,8 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("values", CAUSES, ids=str)
+@for_each("fused", [True, False])
+@for_each("values", CAUSES)
 def test_an_overflow_at_the_floor_raises_with_the_likely_cause(values, fused):
     scaler = started(init_scale=1.0, min_scale=1.0)
     weights = [weight_with(value) for value in values]
@@ -600,9 +602,7 @@ def test_hysteresis_lowers_the_scale_at_the_nth_overflow_in_a_row_and_every_furt
     assert facts(scaler) == (True, 2, 5)
 
 
-@pytest.mark.parametrize(
-    ("loss", "scale"), [(NAN, SCALE), (-INF, SCALE), (1.0, SCALE / 2), (None, SCALE / 2)], ids=["NaN", "-inf", "1", "?"]
-)
+@for_each(("loss", "scale"), [(NAN, SCALE), (-INF, SCALE), (1.0, SCALE / 2), (None, SCALE / 2)])
 def test_an_overflow_whose_loss_is_not_finite_itself_leaves_the_scale_and_the_wait_for_growth(loss, scale):
     scaler = started(growth_interval=3)
     _, optimizer = held(1.0)
@@ -646,7 +646,7 @@ def test_the_scale_grows_to_its_ceiling_and_no_further():
     assert scales == [8.0, 10.0, 10.0]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "text"),
     [
         ({"init_scale": 0.0}, "GradScaler(init_scale=0.0): expected a positive, finite number."),
@@ -658,7 +658,6 @@ def test_the_scale_grows_to_its_ceiling_and_no_further():
             "GradScaler(init_scale=2): a scale of 2 is below min_scale=4. Set min_scale lower.",
         ),
     ],
-    ids=str,
 )
 def test_arguments_that_make_no_sense_are_refused(options, text):
     with pytest.raises(BadInput) as error:
@@ -775,10 +774,9 @@ def test_lbfgs_trains_without_scaling_and_is_refused_with_it():
     assert weight.tolist() == pytest.approx([3.0, 3.0])
 
 
-@pytest.mark.parametrize(
+@for_each(
     "arguments",
     [((lambda: 0.0,), {}), ((), {"closure": lambda: 0.0}), ((), {"closure": None})],
-    ids=["first", "named", "named, and none, as with torch"],
 )
 def test_with_scaling_closures_are_refused(arguments):
     _, optimizer = held(1.0)
@@ -838,7 +836,7 @@ def test_without_gradients_a_step_is_refused_and_the_next_one_works(unscaled):
     assert (weight.item(), facts(scaler)) == (-1.0, (False, 1, 0))
 
 
-@pytest.mark.parametrize("acts", [["step"], ["unscale_"], ["clip_", "step"], ["clip_", "unscale_"]], ids="+".join)
+@for_each("acts", [["step"], ["unscale_"], ["clip_", "step"], ["clip_", "unscale_"]])
 def test_half_gradients_are_refused_untouched(acts):
     weight = weight_with(1.0, dtype=torch.float16)
     scaler, optimizer = started(), SGD([weight], lr=1.0)
@@ -858,8 +856,8 @@ def test_what_is_no_optimizer_is_refused(act):
     assert works_on(scaler)
 
 
-@pytest.mark.parametrize("wrong", [[], 5, object()], ids=["list", "number", "object"])
-@pytest.mark.parametrize("act", ["step", "unscale_"])
+@for_each("wrong", [[], 5, object()])
+@for_each("act", ["step", "unscale_"])
 def test_what_cannot_be_an_optimizer_is_refused_in_the_same_words(act, wrong):
     with pytest.raises(BadInput, match=f"^expected an optimizer; {type(wrong).__name__} has no param_groups"):
         getattr(started(), act)(wrong)
@@ -996,8 +994,8 @@ WRONG_STATES = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_STATES)
-@pytest.mark.parametrize("lazy", [True, False])
+@for_each("name", WRONG_STATES)
+@for_each("lazy", [True, False])
 def test_a_state_that_makes_no_sense_is_refused_and_nothing_changes(name, lazy):
     entries, words = WRONG_STATES[name]
     scaler = pickle.loads(pickle.dumps(with_a_past())) if lazy else with_a_past()
@@ -1020,7 +1018,7 @@ def test_missing_entries_are_named():
     assert scaler.state_dict() == STATE
 
 
-@pytest.mark.parametrize("entry", ["growth_interval", "_growth_tracker", "applied_steps"])
+@for_each("entry", ["growth_interval", "_growth_tracker", "applied_steps"])
 def test_counts_in_a_state_are_whole_numbers(entry):
     with pytest.raises(BadInput):
         with_a_past().load_state_dict({**STATE, entry: 2.5})
@@ -1037,7 +1035,7 @@ def test_a_disabled_scaler_saves_nothing_and_takes_any_state():
 # --- the constructor -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "cpu:0"])
+@for_each("device", ["cpu", torch.device("cpu"), "cpu:0"])
 def test_a_device_may_be_spelled_in_every_way(device):
     scaler = GradScaler(device, 8.0)
     assert (scaler._device, scaler.get_scale(), scaler.is_enabled()) == ("cpu", 8.0, True)
@@ -1069,7 +1067,7 @@ def test_in_the_order_of_old_further_numbers_need_names():
     )
 
 
-@pytest.mark.parametrize("wrong", [True, None, [1], 0])
+@for_each("wrong", [True, None, [1], 0])
 def test_a_device_is_a_name(wrong):
     with pytest.raises(BadInput) as error:
         GradScaler(wrong)

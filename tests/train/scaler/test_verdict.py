@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from ampwise.train.scaler.grad_stats import CLIP_EPSILON, NO_CLIPPING, decide_step
 
+from ...for_each import for_each
+
 
 def totals(squares, infinities=0, nans=0):
     return torch.tensor([squares, infinities, nans], dtype=torch.float64)
@@ -64,7 +66,7 @@ def test_found_inf_is_exactly_0_or_1_and_the_divisor_at_least_1(squares, infinit
     assert verdict.grad_scale.isfinite()
 
 
-@pytest.mark.parametrize(("infinities", "nans", "shown"), [(0, 0, "5.0"), (3, 0, "inf"), (0, 2, "nan"), (3, 2, "nan")])
+@for_each(("infinities", "nans", "shown"), [(0, 0, "5.0"), (3, 0, "inf"), (0, 2, "nan"), (3, 2, "nan")])
 def test_nan_beats_infinity_beats_a_number(infinities, nans, shown):
     assert str(decide_step(totals(25.0, infinities, nans), None).norm.item()) == shown
 
@@ -88,8 +90,8 @@ def test_finite_gradients_are_not_skipped_because_their_squares_overflow_fp64():
     assert decide_step(totals(math.inf), torch.tensor(4.0), NO_CLIPPING).numbers[1:4].tolist() == [0.0, 1.0, 4.0]
 
 
-@pytest.mark.parametrize("max_norm", [1e-3, 0.1, 1.0, 5.0, 1e3, math.inf])
-@pytest.mark.parametrize("size", [1e-8, 1e-3, 1.0, 1e5])
+@for_each("max_norm", [1e-3, 0.1, 1.0, 5.0, 1e3, math.inf])
+@for_each("size", [1e-8, 1e-3, 1.0, 1e5])
 def test_the_coefficient_is_that_of_clip_grad_norm(max_norm, size):
     weight = torch.nn.Parameter(torch.zeros(1000))
     weight.grad = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * size

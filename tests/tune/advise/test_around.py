@@ -10,8 +10,10 @@ from ampwise.tune.advise import advise
 from ampwise.tune.advise.choice import PrecisionChoice
 from ampwise.tune.advise.decide import decide
 
+from ...for_each import for_each
 
-@pytest.mark.parametrize(
+
+@for_each(
     ("told", "lines", "why"),
     [
         (
@@ -35,7 +37,7 @@ def test_switches(told, lines, why):
     assert why in switch.why
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("told", "yes", "why"),
     [
         ({"gpu": "h200"}, True, "another 1.5x faster on one H200"),
@@ -54,7 +56,7 @@ def test_compile(told, yes, why):
     assert why in compiling.why
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("told", "change"),
     [
         (

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-import pytest
-
 from ampwise.tune.advise import advise
 from ampwise.tune.advise.claims import IDEAS
 from ampwise.tune.advise.symptoms import SYMPTOMS
+
+from ...for_each import for_each
 
 V100, T4, RTX2080, P100 = "v100-sxm2-16", "t4", "rtx2080ti", "p100-sxm2"
 A100, RTX3090, RTX4090, H100, H200 = "a100-sxm-80", "rtx3090", "rtx4090", "h100-sxm", "h200"
@@ -732,7 +732,7 @@ TABLES = {
     "narrower": NARROWER,
     "seen": SEEN,
 }
-ALL = [pytest.param(each, id=f"{table}: {each.question}") for table, cases in TABLES.items() for each in cases]
+ALL = [row for rows in TABLES.values() for row in rows]
 
 
 def answer_to(told):
@@ -740,35 +740,30 @@ def answer_to(told):
     return advice, str(advice)
 
 
-@pytest.fixture(scope="module", params=ALL)
-def answered(request):
-    """A row and the answer to it, which several tests look at."""
-    return request.param, *answer_to(request.param.told)
+def test_the_rows():
+    assert len(ALL) > 100
+    for row in ALL:
+        advice, text = answer_to(row.told)
+        asked = f"{row.question}\n{text}"
+        codes = {finding.rule.code for finding in advice.findings}
+        assert row.precision in (None, advice.precision), asked
+        assert row.refused in (None, advice.refused), asked
+        assert set(row.codes) <= codes, asked
+        assert not set(row.silent) & codes, asked
+        flat = re.sub(r"\s+", " ", text)
+        for pattern in row.says:
+            assert re.search(pattern, text) or re.search(pattern, flat), f"{pattern}\n{asked}"
+        assert_it_has_none_of_what_guides_get_wrong(advice, text)
+        assert_a_no_comes_first(advice, text)
 
 
-def test_the_row(answered):
-    row, advice, text = answered
-    codes = {finding.rule.code for finding in advice.findings}
-    assert row.precision in (None, advice.precision), text
-    assert row.refused in (None, advice.refused), text
-    assert set(row.codes) <= codes, text
-    assert not set(row.silent) & codes, text
-    flat = re.sub(r"\s+", " ", text)
-    for pattern in row.says:
-        assert re.search(pattern, text) or re.search(pattern, flat), f"{pattern}\n{text}"
-
-
-@pytest.mark.few_by_day(4)
-def test_nothing_of_what_guides_get_wrong(answered):
-    _, advice, text = answered
+def assert_it_has_none_of_what_guides_get_wrong(advice, text):
     everything = " ".join([text, str(advice.as_dict())])
-    for pattern in WRONG:
-        assert not re.search(pattern, everything, re.IGNORECASE), pattern
+    found = [pattern for pattern in WRONG if re.search(pattern, everything, re.IGNORECASE)]
+    assert not found, text
 
 
-@pytest.mark.few_by_day(4)
-def test_a_no_comes_first(answered):
-    _, advice, text = answered
+def assert_a_no_comes_first(advice, text):
     first, second = text.split("\n", 1)
     assert first.startswith("NO: ") == advice.refused
     assert re.search(r"^Train ", text, re.MULTILINE)
@@ -776,7 +771,7 @@ def test_a_no_comes_first(answered):
 
 
 def test_every_idea_and_symptom_has_its_row():
-    asked = [row.told for cases in TABLES.values() for row in cases]
+    asked = [row.told for row in ALL]
     ideas = {idea for told in asked for idea in _listed(told.get("ideas", ()))}
     assert ideas == set(IDEAS)
     assert {told.get("symptom") for told in asked} - {None} == set(SYMPTOMS)
@@ -786,15 +781,14 @@ def _listed(ideas):
     return [ideas] if isinstance(ideas, str) else list(ideas)
 
 
-@pytest.mark.half_by_day
-@pytest.mark.parametrize(("gpu", "fmt", "has"), HARDWARE, ids=str)
-def test_units(gpu, fmt, has):
-    advice, text = answer_to({"gpu": gpu, "want": fmt, "params": "7B", "arch": "transformer"})
-    assert advice.refused == (not has), text
-    assert (advice.precision == fmt) == has
+def test_units():
+    for gpu, fmt, has in HARDWARE:
+        advice, text = answer_to({"gpu": gpu, "want": fmt, "params": "7B", "arch": "transformer"})
+        assert advice.refused == (not has), text
+        assert (advice.precision == fmt) == has, text
 
 
-@pytest.mark.parametrize(("params", "gpu", "low", "high"), SIZES, ids=str)
+@for_each(("params", "gpu", "low", "high"), SIZES)
 def test_speed_up_by_size(params, gpu, low, high):
     advice = advise(gpu=gpu, params=params, arch="transformer", want="fp16" if gpu == V100 else "bf16")
     assert advice.speedup is not None
@@ -802,7 +796,7 @@ def test_speed_up_by_size(params, gpu, low, high):
     assert advice.speedup_why.startswith("derived: ceiling")
 
 
-@pytest.mark.parametrize(("speedup", "verdict", "precision"), MEASURED)
+@for_each(("speedup", "verdict", "precision"), MEASURED)
 def test_the_matrix_of_measured_speed_ups(speedup, verdict, precision):
     advice = advise(gpu=A100, params="124M", arch="transformer", measured=speedup)
     assert advice.precision == precision

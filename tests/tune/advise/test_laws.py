@@ -32,6 +32,8 @@ from ampwise.tune.advise.decide import decide
 from ampwise.tune.advise.model import KINDS, ModelFacts, parse_count
 from ampwise.tune.advise.symptoms import SYMPTOMS
 
+from ...for_each import for_each
+
 BASES = {"read here", "measured by you", "measured on one H200", "derived", "datasheet", "rule"}
 PRECISIONS = {"fp32", "tf32", "fp16", "bf16", "fp8", "auto"}
 XEON = Cpu(model="a Xeon", features=("amx_bf16", "avx512_bf16"))
@@ -188,7 +190,7 @@ def test_larger_models_are_not_expected_to_gain_less(gpu):
     assert [gain.high for gain in known] == sorted(gain.high for gain in known)
 
 
-@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
+@for_each("precision", ["tf32", "fp16", "bf16"])
 def test_what_was_measured_lies_within_what_is_expected(precision):
     model = ModelFacts(parameters=124_000_000, kind="transformer")
     gain = PrecisionChoice(target=target_for_gpu(gpu_named("h200")), model=model).gain(precision)
@@ -268,7 +270,7 @@ def test_an_idea_that_nothing_speaks_against_is_said_to_be_fine():
     assert '"with a GradScaler, clip right after backward()": nothing speaks against it here' in str(advice)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "count"),
     [
         ("7B", 7 * 10**9),
@@ -283,13 +285,13 @@ def test_sizes(text, count):
     assert parse_count(text) == count == advise(gpu="h200", params=text).choice.model.parameters
 
 
-@pytest.mark.parametrize("text", ["", "-3", "0", "7 apples", "nan", "inf", "1e99", "0.5", "1e-3", "7BB", "900T"])
+@for_each("text", ["", "-3", "0", "7 apples", "nan", "inf", "1e99", "0.5", "1e-3", "7BB", "900T"])
 def test_sizes_that_make_no_sense(text):
     with pytest.raises(BadInput, match=r"expected a number of parameters, such as 124M, 7B or 1\.3e9\."):
         advise(gpu="h200", params=text)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("told", "error", "message"),
     [
         ({"gpu": "v101"}, UnknownName, r"unknown device 'v101'\."),

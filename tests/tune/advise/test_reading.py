@@ -15,6 +15,8 @@ from ampwise.tune.advise.choice import PrecisionChoice
 from ampwise.tune.advise.decide import decide
 from ampwise.tune.advise.read_model import read_module
 
+from ...for_each import for_each
+
 
 class RMSNorm(nn.Module):
     """As people write it."""
@@ -78,7 +80,7 @@ def unet():
     return model
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model", "kind"),
     [
         (moe(), "moe"),
@@ -92,7 +94,6 @@ def unet():
         (unet(), "diffusion"),
         (nn.Embedding(8, 2), None),
     ],
-    ids=str,
 )
 def test_kinds_are_guessed(model, kind):
     facts = read_module(model, "model")

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from ampwise.tune.align.data_flow import find_chains, modules_taken_apart
 from ampwise.tune.align.module_source import find_weight_readers
 
+from ...for_each import for_each
 from .models import Block, CodeTied, Gated, Statements, mlp
 
 
@@ -182,7 +182,7 @@ UNCERTAIN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", UNCERTAIN, ids=lambda kind: kind.__name__)
+@for_each("kind", UNCERTAIN)
 def test_where_it_is_not(kind):
     assert names(kind()) == []
 
@@ -208,7 +208,7 @@ def test_who_listens_sees_the_sizes_it_knows():
     assert names(model) == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     "between",
     [nn.Sigmoid(), nn.Softplus(), nn.Hardtanh(1, 2), nn.Dropout(0.5), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.PReLU(4)],
 )
@@ -216,7 +216,7 @@ def test_a_sequence_with_something_that_does_not_keep_zero(between):
     assert names(nn.Sequential(nn.Linear(3, 4), between, nn.Linear(4, 5))) == []
 
 
-@pytest.mark.parametrize("between", [nn.Hardtanh(), nn.Identity(), nn.Dropout(0), nn.ELU(), nn.Mish(), nn.Softshrink()])
+@for_each("between", [nn.Hardtanh(), nn.Identity(), nn.Dropout(0), nn.ELU(), nn.Mish(), nn.Softshrink()])
 def test_a_sequence_with_something_that_does(between):
     assert names(nn.Sequential(nn.Linear(3, 4), between, nn.Linear(4, 5))) == [(["0"], "2")]
 
@@ -250,9 +250,7 @@ class OwnNorm(nn.Module):
         return F.normalize(input)
 
 
-@pytest.mark.parametrize(
-    ("kind", "keeps"), [(OwnSiLU, True), (OwnGELU, True), (Halves, False), (Shifted, False), (OwnNorm, False)]
-)
+@for_each(("kind", "keeps"), [(OwnSiLU, True), (OwnGELU, True), (Halves, False), (Shifted, False), (OwnNorm, False)])
 def test_modules_that_only_call_a_function(kind, keeps):
     assert bool(names(nn.Sequential(nn.Linear(3, 4), kind(), nn.Linear(4, 5)))) is keeps
 

@@ -14,6 +14,7 @@ from ampwise.errors import BadInput, UnknownName
 from ampwise.tune.align.layers import PaddedEmbedding, PaddedLinear, TiedEmbedding
 from ampwise.tune.align.pad import pad_, unpad_
 
+from ...for_each import for_each
 from .models import Block, CodeTied, Gated, LanguageModel, Statements, integers_, mlp, own, padding_of
 
 ALL = "*"  # named, so padded however small
@@ -109,7 +110,7 @@ def options_for(kind):
     return {"head": "wte"} if kind is CodeTied else {}
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@for_each("kind", MODELS)
 def test_checkpoints_load_both_ways(kind):
     model, padded, report = pair(made(kind), **options_for(kind))
     assert report.padded
@@ -131,7 +132,7 @@ def test_checkpoints_load_both_ways(kind):
         assert not padding_of(wide, plain).any()
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@for_each("kind", MODELS)
 def test_unpadding_restores_every_bit(kind):
     model, padded, _ = pair(made(kind), **options_for(kind))
     unpad_(padded)
@@ -142,7 +143,7 @@ def test_unpadding_restores_every_bit(kind):
     assert "gives" not in vars(next(padded.modules()))
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@for_each("kind", MODELS)
 def test_padding_twice_is_padding_once(kind):
     model, padded, _ = pair(made(kind), **options_for(kind))
     shapes = [parameter.shape for parameter in padded.parameters()]
@@ -153,7 +154,7 @@ def test_padding_twice_is_padding_once(kind):
     assert torch.allclose(padded(x), model(x), atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@for_each("kind", MODELS)
 def test_copies_are_padded_models_of_their_own(kind):
     model, padded, _ = pair(made(kind), **options_for(kind))
     for twin in (copy.deepcopy(padded), reloaded(padded)):

@@ -12,6 +12,7 @@ from ampwise.train.precision.policy import Policy
 from ampwise.tune.align.pad import pad_
 from ampwise.tune.align.padding_plan import plan_padding
 
+from ...for_each import for_each
 from .models import Block, LanguageModel, mlp
 
 
@@ -163,7 +164,7 @@ def whole_numbers():
     return layer
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "why"),
     [
         (lambda: Low(512, 1001), "a Low, which may use its weight differently from nn.Linear"),

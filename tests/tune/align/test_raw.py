@@ -2,13 +2,13 @@
 
 import copy
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ampwise.tune.align.pad import pad_
 
+from ...for_each import for_each
 from .models import Block, CodeTied, mlp
 
 relu = F.relu  # which an argument may hide
@@ -96,7 +96,7 @@ def unreadable():
     return space["Made"]()
 
 
-@pytest.mark.parametrize(
+@for_each(
     "make",
     [
         *(Indexed, Looped, Aliased, OtherName, ByGetattr, ByNameOnly, Unpacked, AllNamed, FromAMethod, Unregistered),
@@ -199,7 +199,7 @@ class AliasedBlock(Blocks):
         return inner(x) + inner.expand(x).mean(-1, keepdim=True)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "opened"),
     [
         *((Initial, ""), (Reset, ""), (Mixed, ""), (ShadowedName, "")),
@@ -229,9 +229,7 @@ class CallsBlocks(Blocks):
         return x[:, -1]
 
 
-@pytest.mark.parametrize(
-    "model", [CallsBlocks(), nn.ModuleList([mlp((256, 1001, 256))]), nn.Sequential(Block(256, 1001))]
-)
+@for_each("model", [CallsBlocks(), nn.ModuleList([mlp((256, 1001, 256))]), nn.Sequential(Block(256, 1001))])
 def test_members_that_are_only_called_stay_padded_inside(model):
     assert "stays padded up to the next layer" in {step.how for step in pad_(model).padded}
 

@@ -14,6 +14,7 @@ from ampwise.tune.align.matmul_recorder import MatmulRecorder, matmul_shape
 from ampwise.tune.align.matmuls import StepMatmuls
 from ampwise.tune.align.pad import pad_
 
+from ...for_each import for_each
 from .models import Block, CodeTied, LanguageModel, mlp
 
 
@@ -60,7 +61,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "shape"), STEPS)
+@for_each(("make", "shape"), STEPS)
 def test_the_work_is_what_torch_counts(make, shape):
     model, x = make(), torch.randn(shape)
     found = seen(model, lambda: model(x).square().sum().backward())

@@ -13,6 +13,7 @@ from ampwise.errors import BadInput
 from ampwise.tune.bench.lineup import taking_part
 from ampwise.tune.bench.measurement import RoundPlan, noise_between, plan_rounds, ratios, run_rounds, warm_up
 
+from ...for_each import for_each
 from .bench_toys import Clock, fails_in_half, fielded, mlp, runs_out_of_memory
 
 CPU = torch.device("cpu")
@@ -173,7 +174,7 @@ def test_one_held_up_round_is_not_noise():
     assert noise_between({"a": [1.0]}, "a", "b") is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("seconds", "expected"),
     [
         ({"a": 1e-5}, RoundPlan(15, {"a": 50})),  # no more than so many

@@ -11,6 +11,7 @@ from torch import nn
 
 from ampwise.tune.bench.loss_check import LossChecker, tolerance
 
+from ...for_each import for_each
 from .bench_toys import Clock, fielded, mlp, other_under_autocast, overflows_in_half
 
 PRECISIONS = ("fp32", "fp16", "bf16")
@@ -46,8 +47,8 @@ def nearly_solved():
     return model, (x, y), lambda x, y: F.mse_loss(model(x).float(), y)
 
 
-@pytest.mark.parametrize("make", [mlp, deep, convolutional, nearly_solved], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@for_each("make", [mlp, deep, convolutional, nearly_solved])
+@for_each("seed", [0, 1, 2])
 def test_rounding_alone_is_within_the_tolerance_of_float64(make, seed):
     torch.manual_seed(seed)
     subject, found = checked(make)

@@ -15,6 +15,7 @@ from ampwise.tune.bench.measurement import count_flops, measure_peak
 from ampwise.tune.bench.profile_summary import intensity_of, layer_times
 from ampwise.watch.time_use import ProfiledMatmul
 
+from ...for_each import for_each
 from .bench_toys import contender, fielded, mlp
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -68,7 +69,7 @@ def test_with_nothing_left_to_compare_there_is_an_error():
     assert make_plan(["fp32"], V100, CUDA, compiled=True)[0] == [("fp32", False), ("fp32", True)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("asked", "error", "text"),
     [
         (["float16"], UnknownName, "Did you mean 'fp16'"),

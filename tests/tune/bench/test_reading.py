@@ -11,16 +11,16 @@ from ampwise.tune.bench.profile_summary import (
     OUTSIDE,
     SCOPE,
     UPDATE,
-    ProfiledKernel,
-    ProfiledOp,
     kind_of_kernel,
     kind_of_op,
     median_summary,
-    profile_events,
     profiled_step,
     summarize,
 )
+from ampwise.watch.profile import DeviceKernel, HostOp, OperatorCall
+from ampwise.watch.profiler import events_of
 
+from ...for_each import for_each
 from .bench_toys import fielded, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without BF16
@@ -29,11 +29,12 @@ MS = 1_000_000  # nanoseconds
 
 
 def op(name, start, end, *, id=0, thread=1, number=-1, backward=False, formats=()):
-    return ProfiledOp(name, start * MS, end * MS, thread, id, number, backward, formats)
+    call = OperatorCall(name=name, shapes=[[4]], formats=formats)
+    return HostOp(call, start * MS, end * MS, thread, id, number, backward)
 
 
 def kernel(name, start, duration, launched_by=0):
-    return ProfiledKernel(name, start * MS, duration * MS, launched_by)
+    return DeviceKernel(name, duration * MS, launched_by, start * MS)
 
 
 def test_kernels_are_of_the_kind_of_the_operator_that_launched_them():
@@ -143,7 +144,7 @@ def test_on_a_cpu_operators_count_with_what_is_not_in_others():
     assert found.busy == pytest.approx(0.013)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "kind"),
     [
         ("aten::mm", "matrix"),
@@ -179,7 +180,7 @@ def test_a_real_step_is_read(precision):
     subject, (contender,) = fielded(make, precision)
     with contender.turn():
         contender()
-        reading = summarize(*profile_events(profiled_step(contender)))
+        reading = summarize(*events_of(profiled_step(contender)))
     assert {"matrix", "attention", "elementwise", "optimizer"} <= set(reading.split.seconds)
     assert ("casts" in reading.split.seconds) == (precision == "bf16")
     # Attention is in no module's own forward but the model's, and each layer has its work.
@@ -191,7 +192,7 @@ def test_a_real_step_is_read(precision):
 def test_backward_is_counted_to_layers_in_a_real_step():
     _, (contender,) = fielded(mlp, "fp32")
     with contender.turn():
-        ops, kernels = profile_events(profiled_step(contender))
+        ops, kernels = events_of(profiled_step(contender))
     forward = [each for each in ops if not each.backward and not _inside_backward(each, ops)]
     whole, half = summarize(ops, kernels).modules, summarize(forward, kernels).modules
     assert all(whole[name] > half[name] for name in ("0", "2", "4"))
@@ -199,7 +200,7 @@ def test_backward_is_counted_to_layers_in_a_real_step():
 
 def _inside_backward(one, ops):
     return any(
-        each.name.startswith("autograd::engine") and each.start <= one.start <= one.end <= each.end for each in ops
+        each.call.name.startswith("autograd::engine") and each.start <= one.start <= one.end <= each.end for each in ops
     )
 
 
@@ -219,6 +220,7 @@ class Event:
             "sequence_nr": -1,
             "is_async": False,
             "is_user_annotation": False,
+            **{part: [] for part in ("shapes", "dtypes", "structured_input_strides", "concrete_inputs")},
         }
 
     def __getattr__(self, name):
@@ -235,8 +237,8 @@ def test_calls_of_the_driver_are_not_taken_for_operators_of_the_same_number():
         Event("another", cpu=False, launched_by=8),
         Event("of nobody", cpu=False),
     ]
-    ops, kernels = profile_events(SimpleNamespace(events=lambda: events))
-    assert [each.name for each in ops] == ["aten::mm", "aten::gelu"]
+    ops, kernels = events_of(SimpleNamespace(events=lambda: events))
+    assert [each.call.name for each in ops] == ["aten::mm", "aten::gelu"]
     assert summarize(ops, kernels).split.seconds == {"matrix": 0.001, "elementwise": 0.001, "other": 0.001}
 
 

@@ -11,13 +11,14 @@ from ampwise.tune.bench.result import problem_of, speed_headline, speed_table, s
 from ampwise.tune.bench.speeds import LossCheck, PrecisionRow, StepMemory, TimeSpread, quantile
 from ampwise.tune.bench.verdict import DEFINITELY, OPTIONAL, USE, SpeedVerdict, ratio_text, verdict_of
 
+from ...for_each import for_each
 from .bench_toys import row, speeds, split
 
 RATIOS = st.floats(0.01, 100)
 VALUES = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ratio", "expected"),
     [
         (0.2, "stay"),
@@ -81,13 +82,13 @@ def test_another_loss_is_never_called_faster():
     )
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, 2.11])
+@for_each("loss", [math.nan, math.inf, 2.11])
 def test_a_loss_that_is_off_or_not_finite_is_another(loss):
     assert LossCheck(loss=loss, reference=2.0, tolerance=0.1).same is False
     assert LossCheck(loss=loss, reference=None, tolerance=None).same is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ratio", "expected"),
     [
         (6.02, "definitely bf16: 6.02× as fast as fp32 (noise ±1.0%)"),

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from ampwise.tune.diff.diff import diff
 
+from ...for_each import for_each
+
 
 def is_narrow():
     """On the second side of these tests."""
@@ -20,7 +22,7 @@ def is_narrow():
 
 
 # By run: a, a again, b forward; a, b, a again forward and backward.
-@pytest.mark.parametrize("factors", [(1, 1.5, 1.1, 1, 3, 1.3), (1, 1.5, 9, 1, 3, 9), (1, 9, 1, 1, 1.2, 5)])
+@for_each("factors", [(1, 1.5, 1.1, 1, 3, 1.3), (1, 1.5, 9, 1, 3, 9), (1, 9, 1, 1, 1.2, 5)])
 def test_a_function_that_is_not_repeatable_is_reported_before_all_else(factors):
     torch.manual_seed(0)
     model, numbers = nn.Linear(8, 1), iter(factors)
@@ -94,7 +96,7 @@ def masked(made):
     made[0] = -math.inf
 
 
-@pytest.mark.parametrize("change", [elsewhere, other_sign, another])
+@for_each("change", [elsewhere, other_sign, another])
 def test_infinities_that_are_not_the_same_are_found(change):
     torch.manual_seed(0)
     result = diff(Beside(Passing(change)), torch.randn(4, 8), floor=False)

@@ -8,6 +8,8 @@ from ampwise.tune.diff.module_calls import DiffMode, ModuleCalls
 from ampwise.tune.diff.names import ModuleNames
 from ampwise.tune.diff.shared_random import SharedRandom
 
+from ...for_each import for_each
+
 NARROW = [torch.bfloat16, torch.float16, torch.float64]
 
 
@@ -54,7 +56,7 @@ def test_the_numbers_are_those_of_fp32(what, dtype):
         assert torch.equal(found == 0, reference == 0)
 
 
-@pytest.mark.parametrize("work", [lambda: torch.randperm(20), lambda: torch.randint(9, (20,)), lambda: torch.randn(9)])
+@for_each("work", [lambda: torch.randperm(20), lambda: torch.randint(9, (20,)), lambda: torch.randn(9)])
 def test_what_needs_no_cast_is_torchs_own(work):
     torch.manual_seed(0)
     plain = work()

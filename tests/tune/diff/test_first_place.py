@@ -9,6 +9,8 @@ from torch import nn
 from ampwise import Policy
 from ampwise.tune.diff.diff import diff
 
+from ...for_each import for_each
+
 HERE = Path(__file__).name
 
 
@@ -197,7 +199,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@for_each("name", PLANTED)
 def test_a_planted_fault_is_the_first_place(name):
     make, b, where, rule = PLANTED[name]
     torch.manual_seed(2)

@@ -12,6 +12,8 @@ import ampwise
 from ampwise.errors import BadInput
 from ampwise.tune.diff.diff import diff
 
+from ...for_each import for_each
+
 SIDES = ["bf16", "fp16", "fp64", "mxfp8", ampwise.Policy("bf16").keep("fp32", "norm")]
 
 
@@ -33,7 +35,7 @@ class Net(nn.Module):
         return self.head(self.drop(self.norm(self.layer(x))))
 
 
-@pytest.mark.parametrize("b", SIDES, ids=str)
+@for_each("b", SIDES)
 def test_all_is_as_it_was(b):
     torch.manual_seed(0)
     model, batch = Net(), torch.randn(16, 4)

@@ -13,6 +13,8 @@ from ampwise.finding.strict_json import dumps, loads
 from ampwise.tune.diff.diff import diff
 from ampwise.tune.diff.text import difference_text
 
+from ...for_each import for_each
+
 NASTY = "<img src=x onerror=alert(1)>\x1b[2J"
 
 
@@ -145,7 +147,7 @@ def test_a_page_needs_nothing_else(broken):
 MODEL = nn.Linear(4, 1)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("function", "told"),
     [
         (3, r"diff\(\): expected a function and its arguments, as in diff\(loss_fn, x, y\); got an int."),

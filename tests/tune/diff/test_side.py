@@ -9,10 +9,12 @@ from ampwise import Policy
 from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
 from ampwise.tune.diff.side import parse_side
 
+from ...for_each import for_each
+
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         "fp32",
@@ -39,7 +41,7 @@ def test_separators_and_other_names_of_formats():
     assert parse_side("mxfp8").precision == "mxfp8_e4m3"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "forward", "backward"),
     [
         ("fp32", 2**-24, 2**-24),
@@ -81,7 +83,7 @@ def test_a_policy_by_itself_and_as_a_file(tmp_path):
         parse_side(str(tmp_path / "none.json"))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "told"),
     [
         ("float32", "diff: 'float32': expected PRECISION.*Did you mean 'fp32'. The precisions are fp32, tf32"),

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from ampwise.tune.diff import statistics
 from ampwise.tune.diff.statistics import Ledger
 
+from ...for_each import for_each
+
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -100,7 +102,7 @@ def test_what_is_not_finite_is_counted_and_reported():
     assert (overflowed.cosine, overflowed.snr_db) == (None, None)
 
 
-@pytest.mark.parametrize("other", [[-math.inf, 1.0], [math.nan, 1.0], [2.0, math.inf], [2.0, math.nan]])
+@for_each("other", [[-math.inf, 1.0], [math.nan, 1.0], [2.0, math.inf], [2.0, math.nan]])
 def test_what_is_not_finite_has_to_be_the_same_at_the_same_place(other):
     found = measured(torch.tensor([math.inf, 1.0]), torch.tensor(other))
     assert (found.bad_a, found.bad_b, found.relative) == (1, 1, math.inf)

@@ -11,6 +11,8 @@ from ampwise.tune.memory.as_cuda import as_cuda
 from ampwise.tune.memory.fake_tensors import without_memory
 from ampwise.tune.memory.tracker import FORWARD, AllocationTracker
 
+from ...for_each import for_each
+
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
@@ -163,8 +165,8 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, **self.options)
 
 
-@pytest.mark.parametrize("dtype", [None, BF16, FP16])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.1}], ids=str)
+@for_each("dtype", [None, BF16, FP16])
+@for_each("options", [{}, {"is_causal": True}, {"dropout_p": 0.1}])
 def test_attention_keeps_no_matrix_of_scores(dtype, options):
     rows, heads, length, width = 2, 4, 256, 64
     shape = (rows, heads, length, width)

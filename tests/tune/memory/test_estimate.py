@@ -15,6 +15,8 @@ from ampwise.tune.memory.allocator import Fit
 from ampwise.tune.memory.estimate import memory
 from ampwise.tune.memory.result import headline, lines, verdicts
 
+from ...for_each import for_each
+
 SIZES = {"layers": 2, "hidden": 128, "vocab": 512, "seq": 64}
 
 
@@ -86,7 +88,7 @@ def test_the_table_has_a_row_for_every_kind(answer):
     assert labels[:5] == ["parameters", "gradients", "optimizer state", "cast cache", "activations"]
     assert labels[-1] == "fits"
     assert all(len(line.cells) == 3 for line in lines(answer, 8))
-    assert headline(answer) == "make: 200 K parameters; adamw"
+    assert headline(answer) == "make: 200 k parameters; adamw"
     assert any("The largest batch that fits" in said for said in verdicts(answer))
 
 
@@ -136,7 +138,7 @@ def test_frozen_weights_have_no_gradients_and_no_state():
     assert answer.parameters - answer.trained == 256 * 256 + 256
     most = answer.at("fp32").most
     assert most[PARAMETERS] - most[GRADIENTS] == pytest.approx(4 * (256 * 256 + 256), rel=0.01)
-    assert "65.8 K frozen" in headline(answer)
+    assert "65.8 k frozen" in headline(answer)
 
 
 def test_what_is_assumed_or_left_out_is_noted():
@@ -180,7 +182,7 @@ def that_asks_while_made(batch=2):
     return model, arguments, loss
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("function", "operation"),
     [(with_item, r"\.item\(\)"), (with_nonzero, "nonzero"), (that_asks_while_made, r"\.item\(\)")],
 )
@@ -192,7 +194,7 @@ def test_code_that_asks_for_values_is_reported_where(function, operation):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "error", "said"),
     [
         ({}, BadInput, "no model given: name your function, train.py:make, or give sizes such as --params 7B."),

@@ -13,6 +13,8 @@ from ampwise.tune.memory.fake_tensors import without_memory
 from ampwise.tune.memory.kernel_buffers import SCRATCH, row_sum, row_sum_buffer
 from ampwise.tune.memory.tracker import AllocationTracker
 
+from ...for_each import for_each
+
 FLOAT = 4
 
 
@@ -57,7 +59,7 @@ def test_a_bias_has_its_gradient_from_a_sum_over_rows():
     assert taken(work) == row_sum_buffer(4096, 512) == 16 * 2**20
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("shape", "dims", "rows"),
     [
         ((4096, 512), [0], 4096),
@@ -79,7 +81,7 @@ def test_only_sums_over_leading_dimensions_need_a_buffer(shape, dims, rows):
 MIB = 2**20
 
 
-@pytest.mark.parametrize(("rows", "columns", "mebibytes"), [(4096, 512, 16), (16384, 512, 64), (4096, 2048, 64)])
+@for_each(("rows", "columns", "mebibytes"), [(4096, 512, 16), (16384, 512, 64), (4096, 2048, 64)])
 def test_the_buffer_is_what_was_measured(rows, columns, mebibytes):
     assert row_sum_buffer(rows, columns) == mebibytes * MIB
 

@@ -5,12 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.errors import BadInput
+from ampwise.numbers.number_text import count_text
 from ampwise.tune.advise.model import parse_count
-from ampwise.tune.memory.decoder import TYPICAL, Decoder, DecoderShape, count_text, decoder_shape
+from ampwise.tune.memory.decoder import TYPICAL, Decoder, DecoderShape, decoder_shape
 from ampwise.tune.memory.fake_tensors import without_memory
 
+from ...for_each import for_each
 
-@pytest.mark.parametrize("shape", TYPICAL[::3], ids=lambda shape: count_text(shape.parameters))
+
+@for_each("shape", TYPICAL[::3])
 def test_the_count_of_a_shape_is_that_of_the_model(shape):
     few = DecoderShape(layers=2, hidden=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads, ffn=shape.ffn, seq=8)
     with without_memory():
@@ -28,13 +31,13 @@ def test_a_count_is_read_as_it_is_written(count):
     assert parse_count(count_text(count).replace(" ", "")) == pytest.approx(count, rel=0.005)
 
 
-@pytest.mark.parametrize("text", ["", "7Q", "-7B", "0", "B", "seven", "1e99", "1.2.3B", "nan"])
+@for_each("text", ["", "7Q", "-7B", "0", "B", "seven", "1e99", "1.2.3B", "nan"])
 def test_what_is_no_count_is_said(text):
     with pytest.raises(BadInput, match=r"expected a number of parameters, such as 124M, 7B or 1.3e9"):
         parse_count(text)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("params", "given", "said"),
     [
         (None, {"layers": 2}, "unknown: give --hidden"),

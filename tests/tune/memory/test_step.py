@@ -108,6 +108,7 @@ def test_checkpointing_keeps_less_and_the_same_gradients(precision, small, case_
         ("sgd", 0),
         ("sgd-momentum", 4),
         ("lion", 4),
+        ("muon", 4),
         ("adamw8bit", 2 + 2 * 4 / 256),
         ("adamw4bit", 1 + 2 * 4 / 128),
         ("adamwfp8", 2 + 2 * 4 / 256),

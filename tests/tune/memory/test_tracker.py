@@ -9,6 +9,8 @@ from ampwise.tune.memory.allocation_log import ACTIVATIONS, CASTS, PARAMETERS
 from ampwise.tune.memory.fake_tensors import without_memory
 from ampwise.tune.memory.tracker import FORWARD, AllocationTracker
 
+from ...for_each import for_each
+
 ROWS, WIDTH = 128, 256
 FLOAT = 4
 
@@ -64,7 +66,7 @@ def test_torchs_profiler_counts_the_same_and_fake_tensors_too():
         assert tracked_peak(fake) == most
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5])
+@for_each("depth", [1, 2, 5])
 def test_a_chain_of_linear_layers_keeps_its_inputs(depth):
     with without_memory():
         model = nn.Sequential(

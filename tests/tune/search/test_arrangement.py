@@ -10,6 +10,7 @@ from ampwise.numbers.emulation.recipe import recipe_for_format
 from ampwise.tune.search.arrangement import arrange_formats, parse_formats
 from ampwise.tune.search.units import find_units
 
+from ...for_each import for_each
 from .models import net
 
 # Formats
@@ -33,7 +34,7 @@ def test_bits_of_a_block_format_count_its_scales():
     assert [choice.bits for choice in parse_formats(("nvfp4", "mxfp8", "fp32"))] == [4.5, 8.25, 32]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("formats", "error", "said"),
     [
         (("e4m4", "fp32"), UnknownName, "unknown format 'e4m4'. Did you mean e4m3"),

@@ -5,10 +5,12 @@ import torch
 from benchmarks import search as benchmark
 from benchmarks.search_models import MODELS, chain
 
+from ...for_each import for_each
+
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@for_each("name", MODELS)
 def test_each_model_has_a_loss_and_the_same_batch_for_the_same_step(name):
     torch.manual_seed(0)
     task = MODELS[name](CPU)

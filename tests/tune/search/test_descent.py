@@ -4,11 +4,12 @@ import itertools
 import math
 from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.tune.search.descent import FormatLadder, cheapest_passing, minimal_subset, raise_until_passing
+
+from ...for_each import for_each
 
 BITS = (8.0, 16.0, 32.0)
 
@@ -53,7 +54,7 @@ def test_what_is_needed_is_found_in_any_order_and_nothing_else(case):
     assert len(passes.seen) <= max(2, 4 * math.log2(count) * len(needs)) + 2  # all narrow; all in the next format
 
 
-@pytest.mark.parametrize("needed", [1, 2, 3])
+@for_each("needed", [1, 2, 3])
 def test_among_48_it_takes_few_trials_even_where_the_order_is_the_worst(needed):
     """Those that matter come last."""
     bad = {7, 23, 41} if needed == 3 else {7, 41} if needed == 2 else {23}

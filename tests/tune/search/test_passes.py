@@ -13,6 +13,8 @@ from ampwise.tune.search.arrangement import FormatArrangement, arrange_formats, 
 from ampwise.tune.search.passes import PassRunner, SearchBatch
 from ampwise.tune.search.units import find_units
 
+from ...for_each import for_each
+
 CPU = torch.device("cpu")
 IN_FP16 = FormatArrangement(base="fp16", regions={}, recipes={}, widened=())
 
@@ -133,7 +135,7 @@ def test_compiled_code_is_run_as_what_it_was_made_of():
     assert passes.outcome(batch, narrow).loss != passes.outcome(batch).loss
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("function", "said"),
     [
         (lambda model, x: model(x), "a tensor of shape"),

@@ -17,6 +17,7 @@ from ampwise.tune.search.passes import PassRunner, SearchBatch
 from ampwise.tune.search.search import search
 from ampwise.tune.search.units import find_units
 
+from ...for_each import for_each
 from .models import deep, net
 
 CPU = torch.device("cpu")
@@ -286,7 +287,7 @@ def test_a_tolerance_below_the_noise_of_fp32():
     assert 5e-6 < found.noise < 2e-5
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "error", "said"),
     [
         ({"batches": []}, BadInput, "expected at least one batch"),

@@ -152,7 +152,8 @@ def _tested(region: Region) -> Iterator[AccumulationWindow]:
         for index, guard in enumerate(guards):
             if guard.text not in tests:
                 is_last, size = _last_micro_batch(guard, region, event)
-                values = event.frame.values(size) if is_last and size is not None else []
+                is_own = isinstance(size, ast.Name) and size.id in event.frame.function.params  # others may give more
+                values = event.frame.values(size) if is_last and size is not None and not is_own else []
                 one = values and all(value.node is not None and _is_literal(value.node, 1) for value in values)
                 if not is_last or one:
                     continue
@@ -187,8 +188,8 @@ def _applied_by(steps: list[SourceEvent], region: Region) -> dict[SourceEvent, N
                 waiting.append(event)
             elif event in last:
                 found.update(dict.fromkeys(waiting))
-            elif event.kind in STEPS and optimizer_of(event) not in optimizers:
-                waiting = []
+            elif event.kind in STEPS or event.kind == EventKind.ZERO_GRAD:
+                waiting = []  # a step beside these, or another optimizer's, has applied them
     if not found and all(optimizer_of(step) in optimizers for step in region.events_of(*STEPS)):
         found = dict.fromkeys(region.events_of(*BACKWARDS))
     inner = _loops_with_a_step(region)

@@ -25,6 +25,7 @@ CASTS = {"half": FP16, "bfloat16": BF16, "float": FP32, "double": "float64"}
 TENSOR_TYPES = {"HalfTensor": FP16, "BFloat16Tensor": BF16, "FloatTensor": FP32}
 # A function that we cannot see, and that casts what it gets, by its name.
 TO_FP16 = LazyPattern(r"(^|_)(to|2)_?(half|fp16|float16)$|^convert_\w*(fp16|half|float16)$|^FP16(Model|Module|Net)$")
+MAKES_A_TENSOR = LazyPattern(r"torch\.(nn\.functional\.|(?!nn|hub|load|compile|jit)\w+$)")
 LOADS = frozenset(("from_pretrained", "from_config", "_from_config"))
 # In `for m in model.modules(): m.half()` and `for p in model.parameters(): p.data = p.data.half()`.
 GO_THROUGH = frozenset(("modules", "children", "named_modules", "named_children", "parameters", "named_parameters"))
@@ -53,7 +54,8 @@ def casts_in(site: CodeSite) -> Iterator[tuple[str, Cast]]:
     elif not isinstance(node, ast.Expr):
         return
     last, module = last_cast(node.value, frame)
-    if last is None:
+    made_by = frame.qualified(module.func) or "" if isinstance(module, ast.Call) else ""
+    if last is None or MAKES_A_TENSOR.match(made_by):
         return
     reached = conditions_at(frame, last)
     held = {

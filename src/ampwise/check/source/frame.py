@@ -460,8 +460,11 @@ class Frame:
         """Return the list, or the member of a ``zip``, that the variable of a loop or a comprehension runs over."""
         home = self.function.home_of(node.id)
         if home is not None:
-            bindings = home.bindings.get(node.id, [])
-            loop = bindings[0].node if len(bindings) == 1 and home is self.function else None
+            loops = [one.node for one in home.bindings.get(node.id, []) if home is self.function]
+            if not all(isinstance(loop, ast.For) for loop in loops):
+                return None
+            around = [one for one in loops if one.lineno <= node.lineno <= (one.end_lineno or 0)]  # type: ignore[attr-defined]
+            loop = around[-1] if around else loops[0] if len(loops) == 1 else None
             return _member(loop.target, loop.iter, node.id) if isinstance(loop, ast.For) else None
         outer: ast.AST | None = self.outline.script.parents.get(node)
         while isinstance(outer, ast.expr | ast.comprehension | ast.keyword):

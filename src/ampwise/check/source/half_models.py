@@ -43,10 +43,15 @@ KEEPS_MORE = LazyPattern(
     r"kahan|optimi\b(?<!\woptimi)|torchao|adamw_?bf16|grad_dtype|keep_fp32|upcast|bf16-pure|adamw?(8bit|4bit|fp8)|"
     r"bitsandbytes|bnb\b(?<!\wbnb)|fp16_optimizer|mixedprecisionoptimizer"
 )
-# Adapters, quantised and frozen bases: the trained parameters are others.
+# Adapters and quantised bases: the trained parameters are others.
 TRAINS_OTHERS = LazyPattern(
-    r"peft(?<![a-z]peft)|lora(?<![a-z]lora)|qlora(?<![a-z]qlora)|adapter|requires_grad_\(|\.requires_grad\s*=|"
-    r"load_in_[48]bit|prepare_model_for|cast_training_params"
+    r"peft(?<![a-z]peft)|lora(?<![a-z]lora)|qlora(?<![a-z]qlora)|adapter|load_in_[48]bit|prepare_model_for|"
+    r"cast_training_params"
+)
+# What is frozen: `net.requires_grad_(False)`, a loop over its parameters, `freeze(net)`.
+FREEZES = LazyPattern(
+    r"([\w.]+)\.requires_grad_\(\s*(?:requires_grad\s*=\s*)?False|freeze\w*\(\s*([\w.]+)|requires_grad\(([\w.]+),\s*False|"
+    r" in ([\w.]+)\.(?:named_)?parameters\(\):\s+(?:[^\n]*\n\s+){0,2}?\w+\.requires_grad(?:_\(|\s*=\s*)False"
 )
 # A function with these words may cast a model, or make its optimizer.
 PREPARES: Words = (".half(", "float16", "dtype", "HalfTensor", ".parameters(", "param")
@@ -97,12 +102,17 @@ class TrainedHalfModel:
         applied: ast.expr | None = step.receiver
         if step.kind == EventKind.SCALER_STEP:
             applied = step.node.args[0] if isinstance(step.node, ast.Call) and step.node.args else None
-        if applied is None:
-            return False
-        if self.optimizer_key is not None and step.frame.key(applied) == self.optimizer_key:
-            return True
-        made = (case.value for case in cases_of(step.frame, applied))
-        return any(isinstance(value, Made) and value.node is self.optimizer for value in made)
+        applied_ones = [(applied, step.frame)] if applied is not None else []
+        listed = step.frame.iterated(applied) if isinstance(applied, ast.Name) else None
+        for value, frame in step.frame.values(listed) if listed is not None else ():  # for o in [first, second]
+            applied_ones += [(one, frame) for one in value.elts] if isinstance(value, ast.List | ast.Tuple) else []
+        for one, frame in applied_ones:
+            if self.optimizer_key is not None and frame.key(one) == self.optimizer_key:
+                return True
+            made = (case.value for case in cases_of(frame, one))
+            if any(isinstance(value, Made) and value.node is self.optimizer for value in made):
+                return True
+        return False
 
 
 @functools.lru_cache(maxsize=4)
@@ -185,11 +195,15 @@ def _models_optimized(call: ast.Call, site: CodeSite, code: SourceFile) -> Itera
             if owner is not None:  # self.encoder.half() in the class of the model
                 path, name = owner.outline.path, owner.name
                 keys |= {f"{path}:{name}.self.{attribute}": attribute for attribute in owner.attributes}
+                made = frame.method(owner, "__init__")
+                if made is not None and made.self_name is not None:  # self.half(), in the class of the model
+                    keys[code.project.frame(made, owner).key(ast.Name(made.self_name))] = ""
             for key, inner in keys.items():
                 for model in models.get(key or "", ()):
                     if inner and model.context.frame.function.owner is not owner:
                         continue  # that of another instance
-                    is_frozen = FROZEN_NAME.search(f"{(key or '').rpartition(':')[2]}.{inner or model.part}".lower())
+                    name = f"{(key or '').rpartition(':')[2]}.{inner or model.part}".rstrip(".")
+                    is_frozen = FROZEN_NAME.search(name.lower()) or name.rpartition(".")[2] in _frozen(code)
                     if not is_frozen and (is_whole or not model.part):
                         yield model
             known = frame.key(alias) or ""
@@ -242,6 +256,12 @@ def half_optimizers(code: SourceFile, dtype: str) -> list[TrainedHalfModel]:
     return list(found.values())
 
 
+def half_models_held(node: ast.expr, frame: Frame, code: SourceFile) -> Iterator[HalfModel]:
+    """Yield the half models that a name may hold, also as what a function of the file returns."""
+    for alias, home, _ in _aliases(node, frame):
+        yield from half_models(code).get(home.key(alias) or "", ())
+
+
 def half_models_run(region: Region, code: SourceFile, dtype: str) -> list[HalfModel]:
     """Return the models of this dtype that a step runs whose optimizer was made elsewhere."""
     if not _may_train_half(code):
@@ -251,7 +271,15 @@ def half_models_run(region: Region, code: SourceFile, dtype: str) -> list[HalfMo
         return []
     run = {event.key for event in region.events_of(EventKind.FORWARD) if not event.context.no_grad}
     models = [model for key in run if key for model in half_models(code).get(key, ()) if model.dtype == dtype]
-    return [model for model in models if not FROZEN_NAME.search(model.key.rpartition(":")[2].lower())]
+    named = [(model, model.key.rpartition(":")[2]) for model in models]
+    return [model for model, name in named if not FROZEN_NAME.search(name.lower()) and name not in _frozen(code)]
+
+
+@functools.lru_cache(maxsize=4)  # asked for every half model
+def _frozen(code: SourceFile) -> set[str]:
+    """Return the last parts of the names of modules that the file freezes."""
+    found = (next(filter(None, match), "") for match in FREEZES.findall(code.script.text))
+    return {name.rpartition(".")[2] for name in found}
 
 
 def only_named_main(context: EventContext) -> bool:

@@ -163,11 +163,11 @@ def _modes(region: Region, backward: SourceEvent, forward: SourceEvent) -> Itera
         for scaler in scalers:
             for given in reached:
                 together = joined(autocast.given, scaler.given, given)
-                if together is not None and not _is_off_gpu(together):
+                if together is not None and not is_off_gpu(together):
                     yield Mode(region, forward, backward, autocast, scaler, together)
 
 
-def _is_off_gpu(given: Conditions) -> bool:
+def is_off_gpu(given: Conditions) -> bool:
     """Whether the conditions keep a mode from a CUDA device: ``device.type != "cuda"``, no ``cuda.is_available()``."""
     for name, limit in given.items():
         if name.endswith("cuda.is_available()") and limit.among is not None and limit.among <= FALSE:

@@ -105,6 +105,8 @@ class Project:
             return True
         if context.in_autocast and self._says(function, COMPUTES):
             return True
+        if function.outline is caller and context.loops and self._says(function, caller.model_calls):
+            return True  # a forward pass, which an evaluation may share with the training
         if "autocast" in caller.script.text and self._says(function, LOSSES):
             return True  # it may get scores in half
         return bool(context.loops) and any(dotted_text(argument) in caller.models for argument in call.args)

@@ -16,8 +16,12 @@ from ampwise.check.source.precision import argument_of
 from ampwise.check.source.scalers import scalers_in
 from ampwise.check.source.tree_walk import walk
 
-MOST = 60  # expressions followed back from a backward
-SCALES = LazyPattern(r"scal(e|ed|er|ing)", re.IGNORECASE)
+MOST = 300  # expressions followed back from a backward
+# Not what multiplies logits, images, learning rates or one term of a loss: `logit_scale`, `lr_scale`, `multiscale`.
+SCALES = LazyPattern(
+    r"scaler|(loss|grad|amp|fp16|static|dynamic|cur|init)_?scal|scaled?_?(loss|grad)|scaled$|scaling$|^_?scale$",
+    re.IGNORECASE,
+)
 # Inside a function that the loss passes through, `self.scale` is more likely that of an attention layer.
 SCALES_A_LOSS = LazyPattern(r"\.scale\(|get_scale|loss_scal|scale_loss")
 LOSS = LazyPattern(r"loss(es)?$", re.IGNORECASE)
@@ -36,12 +40,12 @@ def may_be_scaled(backward: SourceEvent) -> bool:
     names: set[tuple[str, Frame]] = set()  # followed so far
     while pending:
         node, frame = pending.pop()
-        if node is None or len(seen) > MOST:
+        if node is None:
             return True
-        if node in seen:
+        if node in seen or len(seen) > MOST:
             continue
         seen.add(node)
-        if any(SCALES.search(name) for name in _names_in(node)):
+        if any(SCALES.search(name) for name in _names_in(node)) or any(map(_scales_a_loss, walk(node))):
             return True
         for call in (part for part in walk(node) if isinstance(part, ast.Call)):
             target = frame.callee(call)
@@ -49,6 +53,14 @@ def may_be_scaled(backward: SourceEvent) -> bool:
                 return True
         pending += _sources(node, frame, names)
     return False
+
+
+def _scales_a_loss(node: ast.AST) -> bool:
+    """Whether this is a product of a loss and something that is called a scale of any kind: ``loss * my_scale``."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+        return False
+    sides = [dotted_text(side) or "" for side in (node.left, node.right)]
+    return any("loss" in side.lower() for side in sides) and any("scal" in side.lower() for side in sides)
 
 
 def _names_in(node: ast.expr) -> Iterator[str]:

@@ -17,7 +17,7 @@ from ampwise.check.source.dictionary_changes import changes_of
 from ampwise.check.source.events import EventContext
 from ampwise.check.source.frame import Frame, PossibleValue
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import arguments_given, dotted_text, last_name
+from ampwise.check.source.names import arguments_given, dotted_text
 from ampwise.check.source.outline import FunctionOutline
 from ampwise.check.source.precision import argument_of, dtypes_of
 from ampwise.check.source.project import SourceFile
@@ -258,8 +258,11 @@ class TensorDtypes:
             return NUMBER
         if isinstance(node.op, ast.MatMult | ast.Pow):
             half = half_format(context)
-            return SINGLE if half and isinstance(node.op, ast.Pow) else half
+            if half or context.autocasts or isinstance(node.op, ast.Pow):
+                return SINGLE if half and isinstance(node.op, ast.Pow) else half
         sides = {self.dtype(node.left, context, seen), self.dtype(node.right, context, seen)}
+        if isinstance(node.op, ast.MatMult):  # outside of autocast, of two tensors of one dtype
+            return next(iter(sides - {None, NUMBER}), None) if self.any_mode else None
         if sides == {NUMBER}:
             return NUMBER
         sides.discard(NUMBER)
@@ -285,7 +288,7 @@ class TensorDtypes:
         if target is not None:
             return self._returned(node, target[0], frame, seen)
         found = torch_operation(node, frame)
-        if found is None:
+        if found is None or found[0] == "forward":
             return LIKELY[half] if half and _is_model(node, frame) else None
         name, tensor = found
         if isinstance(node.func, ast.Attribute) and frame.qualified(node.func) is None:
@@ -326,7 +329,7 @@ class TensorDtypes:
             return self.dtype(tensor, context, seen)
         if name in MADE_SINGLE and context.frame.qualified(node.func) is not None:
             return SINGLE
-        if self.any_mode and not context.autocasts and name in KEEPS_OUTSIDE:
+        if self.any_mode and not context.autocasts and (name in KEEPS_OUTSIDE or name in TAKES_HALF):
             return self.dtype(tensor, context, seen)
         half = half_format(context)
         if half is None:
@@ -382,11 +385,9 @@ def half_format(context: EventContext) -> str | None:
 
 
 def _is_model(call: ast.Call, frame: Frame) -> bool:
-    name = dotted_text(call.func)
-    if name is None:
-        return False
+    name = (dotted_text(call.func) or "").removesuffix(".forward")
     known = name in frame.outline.models and not NOT_A_MODEL.search(name)
-    return known or MODEL_NAME.search(last_name(call.func)) is not None
+    return known or MODEL_NAME.search(name.rpartition(".")[2]) is not None
 
 
 def _contradict(one: EventContext, other: EventContext) -> bool:

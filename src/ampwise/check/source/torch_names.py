@@ -91,6 +91,7 @@ SCHEDULER_NAME = LazyPattern(
     r"sched|shedul|schdr|lr_?sch|(^|_)sch(_|\d|$)|lr_decay|lr_policy|warm_?up|(^|_)lrs$|annealer", re.IGNORECASE
 )
 OPTIMIZER_NAME = LazyPattern(r"optim|(^|_)opti?s?(_|\d|$)|^opt[A-Z]\w?$|^(sgd|adamw?)$|(^|_)solver$", re.IGNORECASE)
+FLAG_NAME = LazyPattern(r"^(use|using|has|is|with|save|enable|should)_", re.IGNORECASE)  # use_scaler, save_optimizer
 MODEL_NAME = LazyPattern(
     r"(^|_)(model|net|network|unet|vae|gpt|bert|vit|resnet|backbone|encoder|decoder|generator|discriminator|critic|"
     r"classifier|transformer|student|teacher|ddp|engine|gen|disc|actor|policy|net[dg])\w{0,2}(_|\d|$)",
@@ -120,6 +121,8 @@ def role_of_name(name: str) -> str | None:
     ['scheduler', 'optimizer', 'scaler', 'optimizer', None]
     """
     last = name.rpartition(".")[2].partition("[")[0].lstrip("_")
+    if FLAG_NAME.search(last):
+        return None
     if SCHEDULER_NAME.search(last):
         return SCHEDULER
     if SCALER_NAME.search(last):

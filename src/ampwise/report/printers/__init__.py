@@ -27,15 +27,6 @@ if TYPE_CHECKING:
 
     from ampwise.finding import Finding
 
-__all__ = [
-    "add_output_arguments",
-    "known_output_format",
-    "log_findings",
-    "output_format",
-    "output_formats",
-    "print_findings",
-]
-
 VARIABLE = "AMPWISE_OUTPUT_FORMAT"
 DEFAULT = "full"
 

@@ -40,6 +40,8 @@ def check_source(code: SourceFile) -> Findings:
             # On the other paths, within an accumulation window, the gradients only add up.
             applied = [m for m in moments if any(m.later("scaler step", "optimizer step", "scaled backward", "opaque"))]
             steps = [step for moment in applied if (step := _step_of(moment))]
+            if region.is_sampled and region.has("optimizer step"):
+                continue  # a path that was not taken may apply it without the scaler
             # Next to a branch that scales, this may be the branch where the scaler is disabled.
             if region.has("scaled backward") and not all(is_certainly_scaled(step) for step in steps):
                 continue

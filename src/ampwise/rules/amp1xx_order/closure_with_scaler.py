@@ -63,6 +63,8 @@ def check_source(code: SourceFile) -> Findings:
                 yield RULE.at(event.place, "GradScaler.step does not support closures")
             elif call.args and set() < frame.makers(call.args[0]) <= NEEDS_A_CLOSURE:
                 yield RULE.at(event.place, "LBFGS needs a closure, which GradScaler.step does not support")
+            elif "closure" in frame.function.name and set(frame.function.params) <= {frame.function.self_name}:
+                yield RULE.at(event.place, "a closure runs inside the optimizer's step: it must not take one itself")
 
 
 def _given_closure(call: ast.Call, further: list[ast.expr], frame: Frame) -> ast.expr | None:

@@ -4,6 +4,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.call_events import ANYTHING
+from ampwise.check.source.cases import conditions_at
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.questions import guard_meaning, guard_source
 from ampwise.finding import Findings, Rule, Severity
@@ -52,7 +53,8 @@ def check_source(code: SourceFile) -> Findings:
             for backward, moments in region.visits("scaled backward"):
                 # Where the check fails, after this backward.
                 left = [moment for moment in moments if moment.path.decided.get(guard.text) is (not guard.holds)]
-                if guard in backward.context.guards or not left:
+                is_possible = conditions_at(backward.frame, backward.node)  # not of a dtype that is never chosen
+                if guard in backward.context.guards or not left or not is_possible:
                     continue
                 harm = next((harm for moment in left if (harm := _harm(moment, guard, region))), None)
                 if harm is not None and guard.test is not None:

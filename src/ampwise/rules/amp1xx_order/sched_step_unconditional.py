@@ -54,7 +54,7 @@ ONCE_PER_EPOCH = LazyPattern(
 LR_FINDER = LazyPattern(r"lr_?find|find_?lr|record_lr|range_test|lr_range", re.IGNORECASE)
 # Schedules of something else than the learning rate.
 NOT_LR = LazyPattern(
-    r"noise|diffus|moment|temp|(^|_)(tau|kl|beta|ema|wd|eps|alpha|gamma|loss|task|mask|aug)_|weight_?decay|curricul|"
+    r"noise|diffus|moment|temp|(^|_)(tau|kl|beta|ema|wd|eps|alpha|gamma|loss|task|mask|aug|weight)_|curricul|"
     r"teacher|dropout|entropy|sampl|prun|spars|sigma|ddpm|ddim",
     re.IGNORECASE,
 )

@@ -42,7 +42,11 @@ PLAIN_BASES = frozenset(("object", "nn.Module", "torch.nn.Module", "ABC", "abc.A
 def check_source(code: SourceFile) -> Findings:
     # The targets of each expression, assigned directly or as a branch of a conditional expression.
     assigned: dict[ast.expr | None, list[ast.expr]] = {}
-    for target, value in code.assignments:
+    pairs = list(code.assignments)
+    for target, value in code.assignments:  # one, other = GradScaler(), GradScaler()
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            pairs += zip(target.elts, value.elts, strict=True)
+    for target, value in pairs:
         for held in (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,):
             assigned.setdefault(held, []).append(target)
     for made in scalers_made(code):

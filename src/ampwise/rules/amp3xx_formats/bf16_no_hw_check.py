@@ -5,9 +5,10 @@ import functools
 import re
 from typing import TYPE_CHECKING
 
-from ampwise.check.source.cases import ALWAYS, Limit, conditions_at, joined
+from ampwise.check.source.cases import ALWAYS, FALSE, Limit, conditions_at, joined
+from ampwise.check.source.half_models import half_optimizers
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.modes import Autocast, entered_by
+from ampwise.check.source.modes import Autocast, entered_by, is_off_gpu
 from ampwise.check.source.names import dotted_text, last_name, method_called
 from ampwise.check.source.precision import AutocastContext, argument_of
 from ampwise.check.source.torch_names import BF16, SPELLINGS
@@ -15,6 +16,7 @@ from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
+    from ampwise.check.source.cases import Conditions
     from ampwise.check.source.types import Frame, SourceFile
     from ampwise.check.source.walk import CodeSite
 
@@ -22,7 +24,7 @@ RULE = Rule(
     code="AMP303",
     name="bf16-no-hw-check",
     severity=Severity.INFO,
-    summary="BF16 autocast runs on CUDA without a check, or with a wrong check, that the GPU supports it.",
+    summary="BF16 autocast or weights run on CUDA without a check, or with a wrong check, that the GPU supports it.",
     why=(
         "BF16 tensor cores came with compute capability 8.0. On a V100 (7.0) or T4 (7.5) torch silently emulates "
         "BF16, several times slower than FP16 or even FP32."
@@ -40,7 +42,7 @@ RULE = Rule(
 )
 NEEDS = (
     ("bfloat16", "bf16"),
-    ("autocast", "capability", "get_device_properties"),
+    ("autocast", "capability", "get_device_properties", "cuda"),
     (".backward(", "capability", "get_device_properties"),
 )
 
@@ -52,6 +54,7 @@ CHECKS_HARDWARE = LazyPattern(
 )
 NOT_CUDA = ("cpu", "mps", "xla", "hpu")  # not CUDA devices
 LAST_WORD = LazyPattern(r"(\w+)\W*$")
+CALLED = LazyPattern(r"\(")
 ABOUT_BF16 = LazyPattern(r"bf16|bfloat16", re.IGNORECASE)
 CHECKS_BF16 = LazyPattern(r"bf16_support|is_bf16|bfloat16_support")
 FOLLOW = 3  # names
@@ -82,6 +85,12 @@ def check_source(code: SourceFile) -> Findings:
         yield RULE.at(
             place, "this file does not check that the GPU has BF16: before compute capability 8.0 it is emulated"
         )
+        return
+    for pair in half_optimizers(code, BF16) if "cuda" in code.script.text else ():
+        model = pair.model
+        if model.context.frame.outline is code.outline and _is_default(model.given, code):
+            yield RULE.at(model.place, "this file does not check that the GPU has BF16, the dtype of these weights")
+            return
 
 
 def _asks_hardware(code: SourceFile) -> bool:
@@ -100,9 +109,14 @@ def _may_be_bf16(autocast: AutocastContext, code: SourceFile) -> bool:
     for one in entered_by(autocast):
         if one.dtype == BF16 and _may_be_on_cuda(one, code):
             together = [given for way in ways if (given := joined(one.given, way)) is not None]
-            if any(all(_is_likely(name, limit, code) for name, limit in given.items()) for given in together):
+            if any(_is_default(given, code) for given in together):
                 return True
     return False
+
+
+def _is_default(given: Conditions, code: SourceFile) -> bool:
+    """Whether conditions hold on a GPU unless someone asks for another dtype than the script's default."""
+    return not is_off_gpu(given) and all(_is_likely(name, limit, code) for name, limit in given.items())
 
 
 def _may_be_on_cuda(autocast: Autocast, code: SourceFile) -> bool:
@@ -116,21 +130,23 @@ def _may_be_on_cuda(autocast: Autocast, code: SourceFile) -> bool:
 
 
 def _is_likely(option: str, limit: Limit, code: SourceFile) -> bool:
-    """Whether a condition holds on a GPU unless someone asks for another dtype than the script's default."""
+    """Whether one condition holds by default."""
     among = limit.among or frozenset()
     if among and among <= set(NOT_CUDA):
         return False
-    if not any(isinstance(value, str) and value.lower() in SPELLINGS for value in among | limit.without):
-        return True  # a flag, a phase, a device
     name = LAST_WORD.search(option)
     defaults = _defaults(code).get(name[1], set()) if name is not None else set()
+    if not any(isinstance(value, str) and value.lower() in SPELLINGS for value in among | limit.without):
+        # A flag, a phase, a device; one called `use_bf16` is the user's choice, if the script does not set it.
+        is_asked = name is not None and ABOUT_BF16.search(name[1]) and not CALLED.search(option)
+        return not is_asked or True in defaults or bool(among & FALSE)
     return any(value not in limit.without and (not among or value in among) for value in defaults)
 
 
 @functools.lru_cache(maxsize=2)
-def _defaults(code: SourceFile) -> dict[str, set[str]]:
-    """Return the strings that options, fields, constants and parameters of a file have by default, by name."""
-    found: dict[str, set[str]] = {}
+def _defaults(code: SourceFile) -> dict[str, set[str | bool]]:
+    """Return the strings and flags that options, fields, constants and parameters have by default, by name."""
+    found: dict[str, set[str | bool]] = {}
     pairs: list[tuple[str | None, ast.expr | None]] = []
     for target, value in code.assignments:
         pairs.append(((dotted_text(target) or "").rpartition(".")[2], value))
@@ -146,7 +162,7 @@ def _defaults(code: SourceFile) -> dict[str, set[str]]:
         elif method in ("get", "pop", "setdefault") and len(call.args) == 2 and isinstance(first, ast.Constant):
             pairs.append((str(first.value), call.args[1]))
     for name, value in pairs:
-        if name and isinstance(value, ast.Constant) and isinstance(value.value, str):
+        if name and isinstance(value, ast.Constant) and isinstance(value.value, str | bool):
             found.setdefault(name, set()).add(value.value)
     return found
 

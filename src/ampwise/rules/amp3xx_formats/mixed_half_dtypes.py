@@ -115,6 +115,17 @@ def check_event(event: ForwardCall | OptimizerStep | ScalerStep) -> Findings:
     if hasattr(event, "mixed_forward"):  # a step
         if not event.mixed_forward and {"fp16", "bf16"} <= set(getattr(event, "precisions", ())):
             yield RULE.at(event.site.place, "autocast was set to FP16 and to BF16 within this step")
+        return
+    halves = {event.precision, event.gathered}
+    if halves == {"fp16", "bf16"}:  # FSDP2's policy, and autocast
+        inside = str(event.gathered).upper()
+        yield RULE.at(
+            event.site.place,
+            f"{event.model} runs under {event.precision.upper()} autocast, but FSDP gathers its weights and casts its "
+            f"inputs to {inside} (`param_dtype`)",
+            fix=f"Remove the autocast: with `MixedPrecisionPolicy(param_dtype=...)` FSDP does all casts. Or make "
+            f"both {event.precision.upper()}.",
+        )
     elif event.other_half is not None:
         yield RULE.at(
             event.site.place,

@@ -9,6 +9,7 @@ from ampwise.check.source.names import last_name
 from ampwise.check.source.reaching_definitions import reaching_values
 from ampwise.check.source.tensor_dtypes import (
     HALVES,
+    KEEPS,
     LAYERS_IN_SINGLE,
     TAKES_SINGLE,
     layer_called,
@@ -43,6 +44,7 @@ RULE = Rule(
 )
 NEEDS = (("autocast",), ("enabled=False", "False)", "enabled = False"))
 
+COMPUTES_A_LOSS = TAKES_SINGLE | {"binary_cross_entropy"}  # which autocast runs in FP32, or not at all
 CRITERION = LazyPattern(r"criterion")
 CASTS = LazyPattern(r"\.(float|double|to|type|type_as|bfloat16)\(|float32|float64|dtype|\bcast|upcast")
 
@@ -85,7 +87,9 @@ def _computed_in_half(site: CodeSite, disabled: AutocastContext, code: SourceFil
             tensor: ast.expr | None = node.args[0] if node.args else None
         else:
             operation = torch_operation(node, frame)
-            tensor = operation[1] if operation and operation[0] in TAKES_SINGLE else None
+            tensor = operation[1] if operation and operation[0] in COMPUTES_A_LOSS else None
+        while isinstance(tensor, ast.Call) and (inner := torch_operation(tensor, frame)) and inner[0] in KEEPS:
+            tensor = inner[1]  # binary_cross_entropy(torch.sigmoid(scores), y)
         if isinstance(tensor, ast.Name):
             values = reaching_values(tensor, frame)
             made_in = [dtypes.contexts.get((id(value.node), id(value.frame))) for value in values]

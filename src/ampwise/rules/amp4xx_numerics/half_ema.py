@@ -4,8 +4,9 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.half_models import half_models_held
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import arguments_given, dotted_text, method_called
+from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
 from ampwise.check.source.precision import dtypes_of
 from ampwise.check.source.torch_names import BF16, FP16
 from ampwise.check.source.tree_walk import walk
@@ -37,10 +38,11 @@ UPDATES = LazyPattern(  # each branch begins with a letter, which is fast; so `\
     r"update_(?<!\wupdate_)(ema|average|moving_average)\(|ema_update(?<!\wema_update)\(|step_ema(?<!\wstep_ema)\(|"
     r"_ema_update\(|ema(?<!\wema)(_\w+)?(\.\w+)?\.(update|step|update_parameters)\(|"
     r"_ema(?<=\w_ema)\.(update|step|update_parameters)\(|\.lerp_\(|"
-    r"\.mul_\(\s*(self\.)?(\w*decay|beta|momentum|alpha)\b"
+    r"\.mul_\(\s*((self\.)?(\w*decay|beta|momentum|alpha)\b|0?\.9)"
 )
 # Functions that use an average, or a copy of it, for something else than the next update.
 ASIDE = LazyPattern(r"eval|test|valid|infer|predict|export|save|convert|generat|sampl|bench|onnx|visual")
+KEEPS_DTYPE = frozenset(("to", "cuda", "eval", "train", "requires_grad_"))
 CASTS = {"half": FP16, "bfloat16": BF16}
 NAMES = {FP16: "FP16", BF16: "BF16"}
 MOVED = 0.5  # of the values, by all updates between two looks: an average in FP32 changes nearly all
@@ -64,6 +66,32 @@ def check_source(code: SourceFile) -> Findings:
         if average is not None and not is_copy:
             place = code.script.place(cast)
             yield RULE.at(place, f"`{average}` is kept in {NAMES[dtype]}, which drops most updates of an average")
+    yield from _copies_of_half_models(code)
+
+
+def _copies_of_half_models(code: SourceFile) -> Findings:
+    """Yield averages that begin as copies of a half model: ``ema = copy.deepcopy(model)``, ``ema = EMA(model)``."""
+    for site in code.statements:
+        node, frame = site.node, site.context.frame
+        call = node.value if isinstance(node, ast.Assign) else None
+        while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in KEEPS_DTYPE:
+            call = call.func.value
+        if not isinstance(node, ast.Assign) or not isinstance(call, ast.Call) or not call.args:
+            continue
+        target = (dotted_text(node.targets[0]) or "").rpartition(".")[2]
+        made_by = last_name(call.func)
+        if not EMA.search(target) or not (made_by == "deepcopy" or "EMA" in made_by or "Ema" in made_by):
+            continue
+        for model in half_models_held(call.args[0], frame, code):
+            later = model.context.frame.function is frame.function and model.node.lineno > call.lineno
+            if not model.part and not later:
+                since = model.spot(code.script.place(call))
+                yield RULE.at(
+                    code.script.place(call),
+                    f"`{target}` is kept in {NAMES[model.dtype]}, the dtype of the model since {since}, "
+                    "which drops most updates of an average",
+                )
+                break
 
 
 def check_learning(facts: Learning) -> Findings:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.tensor_dtypes import (
     HALF,
+    LIKELY_BF16,
     LIKELY_HALF,
     PART,
     layers_called,
@@ -13,23 +14,26 @@ from ampwise.check.source.tensor_dtypes import (
     torch_operation,
 )
 from ampwise.check.source.torch_names import BF16
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import EventContext, SourceFile
+    from ampwise.watch.run_events import Backward
 
 RULE = Rule(
     code="AMP409",
     name="half-logits-loss",
     severity=Severity.WARNING,
-    summary="Scores made under autocast meet their loss outside of it, still in half precision.",
+    summary="Scores made under autocast, or by FSDP in 16 bits, meet their loss outside of it, still in 16 bits.",
     why=(
         "Autocast runs losses and softmax in FP32, but only inside its block. Outside, the FP16 output of a linear "
         "layer gives an FP16 loss: 11 bits, steps of 0.008 near 10 (0.06 in BF16), inf above 65504. The gradient of "
         "that loss is the loss scale, and GradScaler's first one, 65536, is inf in FP16: steps are skipped until it "
-        "is 32768, and again each time it grows."
+        "is 32768, and again each time it grows. FSDP's `MixedPrecisionPolicy` is no autocast: with `param_dtype` in "
+        "16 bits the model's output has 16 bits, unless `output_dtype` says otherwise, and no loss is run in FP32."
     ),
-    fix="Compute the loss inside the autocast block, or on `.float()` scores.",
+    fix="Compute the loss inside the autocast block, or on `.float()` scores; with FSDP: `output_dtype`.",
     bad='with torch.autocast("cuda"):\n    scores = model(x)\nloss = F.cross_entropy(scores, y)',
     good='with torch.autocast("cuda"):\n    scores = model(x)\n    loss = F.cross_entropy(scores, y)',
 )
@@ -56,14 +60,41 @@ def check_source(code: SourceFile) -> Findings:
             continue
         for tensor in _scores(call, context):
             dtype = dtypes.dtype(tensor, context)
-            if dtype in (HALF, LIKELY_HALF, PART[LIKELY_HALF], BF16):  # BF16 only if certain: many models upcast
+            # Part of an output in BF16 is often upcast, as by the models of transformers.
+            if dtype in (HALF, LIKELY_HALF, PART[LIKELY_HALF], BF16, LIKELY_BF16):
                 reported.add(code.script.statement(call))
-                name = "BF16" if dtype == BF16 else "FP16"
+                where, tensor = _given_by(call, tensor, context, code)
+                if code.script.statement(where) in reported and where is not call:
+                    break
+                reported.add(code.script.statement(where))
+                name = "BF16" if dtype in (BF16, LIKELY_BF16) else "FP16"
                 message = (
                     f"`{code.script.segment(tensor)[:40]}` left autocast in {name}, so this loss is computed in {name}"
                 )
-                yield RULE.at(code.script.place(call), message)
+                yield RULE.at(code.script.place(where), message)
                 break
+
+
+def check_event(event: Backward) -> Findings:
+    if event.loss in ("fp16", "bf16") and event.loss == event.fsdp_output:
+        name = event.loss.upper()
+        yield RULE.at(
+            event.site.place,
+            f"this loss was computed in {name}: FSDP's policy gives the model's output {name}",
+            fix="Compute the loss on `.float()` scores, or give the root module "
+            "`MixedPrecisionPolicy(..., output_dtype=torch.float32)`.",
+        )
+
+
+def _given_by(call: ast.Call, tensor: ast.expr, context: EventContext, code: SourceFile) -> tuple[ast.Call, ast.expr]:
+    """Return the call outside of autocast that gives the scores to a loss of this file, and the scores there."""
+    frame = context.frame
+    while frame.caller is not None and frame.call is not None and frame.caller.outline is code.outline:
+        names = [part.id for part in walk(tensor) if isinstance(part, ast.Name) and part.id in frame.arguments]
+        if not names:
+            break
+        call, tensor, frame = frame.call, frame.arguments[names[0]], frame.caller
+    return call, tensor
 
 
 def _scores(call: ast.Call, context: EventContext) -> list[ast.expr]:

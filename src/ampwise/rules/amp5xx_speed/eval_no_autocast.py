@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import dotted_text, last_name, method_called
+from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.tree_walk import walk
 from ampwise.check.source.walk import events_in
@@ -50,6 +50,7 @@ INFERS = LazyPattern(r"infer|predict|extract|embed|encod|feature|pseudo|submi|ex
 MEASURES = LazyPattern(
     r"loss|criterion|metric|acc(urac|\b|_|1)|correct|score|evaluat|\b(auc|f1|iou|dice|psnr|wer|cer|map)\b"
 )
+VALIDATION_DATA = LazyPattern(r"(^|[^a-z])(val|valid|validation|dev)([^a-z]|$)", re.IGNORECASE)
 EVALUATION_DATA = LazyPattern(r"(^|[^a-z])(val|valid|validation|eval|test|dev)([^a-z]|$)")
 EVALUATES_ITSELF = LazyPattern(r"^(eval|valid|test|fit|score|train)")  # evaluate(model, data): its loop is not visible
 EVALUATES = LazyPattern(r"^_?(eval|valid|test)|(^|_)(eval|validation|validate|valid|val|test)(_|$)")
@@ -64,7 +65,7 @@ PHASE = LazyPattern(
     r" Eq '((?P<evaluation>val|valid|validation|eval|evaluation|test|dev)|train|training)'$", re.IGNORECASE
 )
 TRAINING_FLAG = LazyPattern(
-    r"some\((.*[.:])?(is_)?((?P<evaluation>eval|evaluate|evaluation|val|validation|validate|test|testing)|train|training)\)$"
+    r"some\((.*[.:])?(is_)?((?P<evaluation>eval|evaluate|evaluation|val|validation|validate|test|testing)|train|training|optimizer|optim|opt)\)$"
 )
 HALF_CAST = LazyPattern(r"\.(half|bfloat16)\(\)|\.to\(.*(float16|half|bf16)")
 MAY_AUTOCAST = LazyPattern(r"ctx|context|cast|amp|precision|half|scope|dtype", re.IGNORECASE)
@@ -93,7 +94,7 @@ def check_source(code: SourceFile) -> Findings:
             continue
         loop = next((loop for loop in reversed(event.context.loops) if loop.frame is frame), None)
         own: object = loop.node if loop is not None and _trains(frame) else frame.function
-        if event.node in seen.wrapped or own in reported:
+        if own in reported or seen.is_wrapped(event.node, frame):
             continue
         reported.add(own)
         node = event.node
@@ -128,7 +129,7 @@ def _is_training(context: EventContext) -> bool:
     home = autocast.entered_in or autocast.frame
     if home.function.name in ("forward", "__call__"):
         return False
-    return not any(EVALUATES.search(frame.function.name) for frame in context.frame.callers())
+    return not any(EVALUATES.search(one.function.name) and not _trains(one) for one in context.frame.callers())
 
 
 def _models_trained(training: list[tuple[CodeTrace, CodeSite]]) -> set[str]:
@@ -148,12 +149,19 @@ class EvaluationCode:
             name = last_name(site.call.func)
             if site.call.args and EVALUATION_STEP.search(name) and site.context.frame.callee(site.call) is None:
                 self.forwards.append(SourceEvent("forward", site.call, site.context))
-        # Calls under autocast, and those of functions that use it.
-        self.wrapped: set[ast.AST] = {event.node for event in self.forwards if event.context.autocasts}
-        for site in sites:
-            if site.context.autocasts:
-                self.wrapped |= {frame.call for frame in site.context.frame.callers() if frame.call is not None}
+        # The functions from which a call is reached under autocast; also for calls of functions that use it.
+        self.wrapped: dict[ast.AST | None, set[FunctionOutline]] = {}
+        reached: list[SourceEvent | CodeSite] = [*self.forwards, *sites]
+        for one in reached:
+            if one.context.autocasts:
+                frames = one.context.frame.callers()
+                for node in (one.node, *[frame.call for frame in frames]):
+                    self.wrapped.setdefault(node, set()).update([frame.function for frame in frames])
         self.text = code.script.text
+
+    def is_wrapped(self, node: ast.AST, evaluation: Frame) -> bool:
+        """Whether the evaluation runs a call, or a part of what is called, under autocast."""
+        return evaluation.function in self.wrapped.get(node, ())
 
     def evaluation_of(self, event: SourceEvent, trained: set[str]) -> Frame | None:
         """Return the frame of the evaluation that a forward is part of; None if it is not part of one."""
@@ -166,25 +174,29 @@ class EvaluationCode:
             loop = None  # the loop is around the evaluation, which is one forward over all of the data, or a step
         elif loop is None:
             return None
+        if loop is not None and _is_whole_validation(event, loop) and event.key in trained:
+            return loop.frame  # in the loop over epochs: the validation is one forward over all of the data
         frame = loop.frame if loop is not None else named
         if frame is None or (loop is None and _is_test_case(frame, self.text)):
             return None
         inside = events_in(loop.block) if loop is not None else [one for one in self.events if one.frame is frame]
-        if any(one.kind in BACKWARDS for one in inside) or _is_aside(frame.function, loop):
+        if any(one.kind in BACKWARDS for one in inside) or _is_aside(frame, loop):
             return None
         if _is_branch_without_autocast(event, inside) or _casts(event, frame) or _may_be_wrapped(event, frame):
             return None
         eval_mode = ".eval()" in frame.function.text
+        is_another = bool(trained) and event.key is not None and event.key not in trained
         if _trains(frame):  # targets are computed without gradients too: it is validation only after model.eval()
-            known = not trained or event.key is None or event.key in trained
-            return frame if context.no_grad and eval_mode and known else None
+            return frame if context.no_grad and eval_mode and not is_another else None
+        if is_another and named is None and frame.caller is not None:
+            return None  # a teacher's, a reference's or a reward model's part of the training
         is_evaluation = context.no_grad or eval_mode or (loop is not None and named is not None)
         return frame if is_evaluation else None
 
     def _of_branch(self, event: SourceEvent) -> Frame | None:
         """Return the frame of a loop whose branch for evaluation has no autocast."""
         loops = event.context.loops
-        if not loops or not event.context.no_grad:
+        if not loops:
             return None
         frame = loops[-1].frame
         others = [one for one in events_in(loops[-1].block) if one.kind == "forward" and one.context.autocasts]
@@ -221,12 +233,30 @@ def _is_branch_without_autocast(event: SourceEvent, inside: list[SourceEvent]) -
     return all(_exclude(event.context.guards, one.context.guards) for one in same)
 
 
-def _is_aside(function: FunctionOutline, loop: Loop | None) -> bool:
+def _is_whole_validation(event: SourceEvent, loop: Loop) -> bool:
+    """Whether a forward in a loop of training has a ``no_grad`` of its own, with a measure and validation data."""
+    if not event.context.no_grad or event.frame is not loop.frame or ".eval()" not in event.frame.function.text:
+        return False
+    script, call = event.frame.outline.script, event.node
+    block = script.parents.get(script.statement(call))
+    if not isinstance(block, ast.With) or not isinstance(call, ast.Call):
+        return False
+    if not any(word in ast.unparse(block.items[0]) for word in ("no_grad", "inference_mode")):
+        return False
+    measures = MEASURES.search(ast.unparse(block).lower()) is not None
+    return measures and any(VALIDATION_DATA.search(ast.unparse(given)) for given in arguments_given(call))
+
+
+def _is_aside(frame: Frame, loop: Loop | None) -> bool:
     """Whether a function uses a model for something else than to evaluate it: to sample, to predict, to time it."""
+    function = frame.function
     name = function.name.lower()
     if GENERATES.search(name) or EVALUATES.search(name):
         return GENERATES.search(name) is not None
     over = "" if loop is None or isinstance(loop.node, ast.While) else ast.unparse(loop.node.iter)
+    names = set(re.findall(r"\w+", over)) & frame.arguments.keys()
+    if VALIDATION_DATA.search(" ".join([over, *[ast.unparse(frame.arguments[one]) for one in names]])):
+        return False
     if EVALUATION_DATA.search(over) and not INFERS.search(name):
         return False
     return MEASURES.search(function.text.lower()) is None

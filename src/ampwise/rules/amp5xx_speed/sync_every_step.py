@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import code_of
+from ampwise.check.source.names import code_of, dotted_text, last_name
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.relevance import IN_HALF, has_any
 from ampwise.check.source.torch_names import SCALER
@@ -15,6 +15,7 @@ from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.events import BranchGuard
+    from ampwise.check.source.frame import Frame
     from ampwise.check.source.project import SourceFile
     from ampwise.check.source.steps import Region
     from ampwise.check.source.walk import CodeSite
@@ -39,7 +40,7 @@ RULE = Rule(
         "    norm = torch.nn.utils.get_total_norm(grads)"
     ),
 )
-NEEDS = ((".backward(",), ("get_scale", ".item(", ".cpu(", "float("))
+NEEDS = ((".backward(",), ("get_scale", ".item(", ".cpu(", "float(", "isnan", "isinf", "isfinite"))
 
 OVER_PARAMETERS = LazyPattern(r"\b(named_)?parameters\(")
 OVER_LIST = LazyPattern(r"\b(param(eter)?s|param_list|params_list)\b")  # of tensors, or a dictionary of settings
@@ -48,6 +49,8 @@ A_STEP = LazyPattern(r"step|iter|batch|optimi[sz]e|update|train")  # a function 
 # Guards that distinguish parameters rather than steps.
 ABOUT_PARAMETERS = LazyPattern(r"grad|\bp\b|param|dim\b|weight|bias")
 LOGS = LazyPattern(r"^(log|log_\w+|add_scalars?|print|info|debug|set_postfix|set_postfix_str|set_description|write)$")
+ASKS_EACH = frozenset(("float", "isnan", "isinf", "isfinite"))
+EXITS = LazyPattern(r"^(_?exit|quit|abort|breakpoint|set_trace)$")
 COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 STEP = ("backward", "scaled backward", "scaler step", "optimizer step")
 KNOWN_WITHOUT_SYNC = frozenset(("numel", "shape", "size", "dim", "ndim", "nelement"))
@@ -70,14 +73,21 @@ def check_source(code: SourceFile) -> Findings:
         steps = [event for event in region.events if event.kind in STEP]
         asked = {guard for event in steps for guard in event.context.guards}
         frames = {frame for event in steps for frame in event.frame.callers()}
+        for event in steps:
+            guard = next(iter(region.own_guards(event)), None)  # the test that each step is under
+            if guard is not None and guard.test is not None and event.frame.outline is code.outline:
+                for node in _comprehensions_that_sync(guard.test, event.frame):
+                    if node not in seen:
+                        seen.add(node)
+                        yield RULE.at(code.script.place(node), FOR_EACH)
         for site in region.trace.statements_in(region.loop):
             context = site.context
-            inside = region.loop is not None or context.frame in frames
+            inside = region.loop is not None or not frames.isdisjoint(context.frame.callers())
             if not inside or context.frame.outline is not code.outline:
                 continue
             guards = [guard for guard in context.guards if guard not in asked]  # beyond those of the step itself
             for node, whole, message in [*_for_each_parameter(site, region, guards), *_logged_scale(site, guards)]:
-                if whole not in seen:
+                if whole not in seen and not _ends_training(whole, code):
                     seen.add(whole)
                     yield RULE.at(code.script.place(node), message)
 
@@ -93,20 +103,46 @@ def _for_each_parameter(
     loops = site.context.loops
     further = loops[loops.index(region.loop) + 1 :] if region.loop in loops else loops
     if not further:
-        for node in walk(site.node):
-            if isinstance(node, COMPREHENSIONS):
-                inside = node.value if isinstance(node, ast.DictComp) else node.elt
-                if _reads_each_parameter(inside, node.generators[0]):
-                    yield node, node, FOR_EACH
+        for node in _comprehensions_that_sync(site.node, site.context.frame):
+            yield node, node, FOR_EACH
         return
     loop, outer = further[-1].node, further[:-1]
     in_groups = all(isinstance(one.node, ast.For) and "param_groups" in code_of(one.node.iter) for one in outer)
-    if in_groups and isinstance(loop, ast.For) and _reads_each_parameter(site.node, loop):
+    if not in_groups or not isinstance(loop, ast.For):
+        return
+    if _reads_each_parameter(site.node, loop):
         yield site.node, loop, FOR_EACH
+    for guard in guards:
+        if guard.test is not None and _reads_each_parameter(guard.test, loop, is_test=True):
+            yield guard.test, loop, FOR_EACH
 
 
-def _reads_each_parameter(node: ast.AST, loop: ast.For | ast.comprehension) -> bool:
-    """Return whether a value of each parameter, or of its gradient, is copied from the GPU."""
+def _comprehensions_that_sync(root: ast.AST, frame: Frame) -> Iterator[ast.AST]:
+    """Yield ``[p.grad.norm().item() for p in params]`` and ``any(torch.isnan(p.grad).any() for p in params)``."""
+    for node in walk(root):
+        if isinstance(node, COMPREHENSIONS):
+            inside = node.value if isinstance(node, ast.DictComp) else node.elt
+            user = frame.outline.script.parents.get(node)
+            is_test = isinstance(user, ast.Call) and last_name(user.func) in ("any", "all")
+            if _reads_each_parameter(inside, node.generators[0], is_test):
+                yield node
+
+
+def _ends_training(node: ast.AST, code: SourceFile) -> bool:
+    """Whether a block around a node ends in an exception or an exit: it looks for a cause, once."""
+    parents = code.script.parents
+    above = parents.get(node)
+    while above is not None and not isinstance(above, ast.For | ast.While):
+        last = above.body[-1] if isinstance(above, ast.If) else None
+        above = parents.get(above)
+        ended = last.value if isinstance(last, ast.Expr) else None
+        if isinstance(last, ast.Raise) or (isinstance(ended, ast.Call) and EXITS.match(last_name(ended.func))):
+            return True
+    return False
+
+
+def _reads_each_parameter(node: ast.AST, loop: ast.For | ast.comprehension, is_test: bool = False) -> bool:
+    """Return whether a value of each parameter, or of its gradient, is copied from the GPU, also to test its truth."""
     over = code_of(loop.iter)
     certain = OVER_PARAMETERS.search(over) is not None
     if not certain and not OVER_LIST.search(over):
@@ -122,7 +158,7 @@ def _reads_each_parameter(node: ast.AST, loop: ast.For | ast.comprehension) -> b
         func = call.func
         if isinstance(func, ast.Attribute) and func.attr in ("item", "cpu", "tolist") and not call.args:
             parts = list(walk(func.value))
-        elif isinstance(func, ast.Name) and func.id == "float" and call.args:
+        elif call.args and (last_name(func) in ASKS_EACH if is_test else dotted_text(func) == "float"):
             parts = list(walk(call.args[0]))
         else:
             continue

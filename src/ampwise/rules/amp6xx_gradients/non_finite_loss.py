@@ -17,15 +17,13 @@ RULE = Rule(
         "exceeded the range (65504 in FP16), divided by zero, or took the logarithm or root of an invalid value; or "
         "the data or the weights were already not finite."
     ),
-    fix=(
-        "Check the first module whose output is not finite, and its input; `ampwise run --activations` names it. Run "
-        "that part in FP32 or BF16."
-    ),
+    fix=("Check the first module whose output is not finite, and its input; `ampwise run --activations` names it."),
     bad="probability = torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)",
     good="probability = torch.softmax(logits, -1)",
     consequence_of=("AMP9",),
 )
 
+IN_FP16 = f"{RULE.fix} Run that part in FP32 or BF16."
 BEFORE = {
     True: "the weights were finite, so the data or an operation of this step is the cause",
     False: "the weights were not finite before this step, so the cause is in an earlier one",
@@ -46,4 +44,5 @@ def check_gradients(health: GradientHealth) -> Findings:
     count = sum(streak.bad_losses for streak in streaks)
     at = f" at {count} steps" if count > 1 else ""
     place = Place(module=details.module if details else None, step=first.first)
-    yield RULE.at(place, f"the loss is {first.loss}{at}: {known}", evidence={"times": count})
+    fix = IN_FP16 if health.precision == "fp16" else None
+    yield RULE.at(place, f"the loss is {first.loss}{at}: {known}", evidence={"times": count}, fix=fix)

@@ -32,9 +32,11 @@ RULE = Rule(
 def check_gradients(health: GradientHealth) -> Findings:
     found = health.streaks.collapse()
     if found is not None:
+        steps = found.last - found.first + 1
+        which = f"{found.count} steps in a row" if found.count == steps else f"{found.count} of {steps:,} steps"
         yield RULE.at(
             Place(step=found.first),
-            f"{found.count} steps in a row were skipped, and the loss scale fell from "
-            f"{scale_text(found.first_scale or 0)} to {scale_text(found.lowest_scale or 0)}",
+            f"{which} were skipped, and the loss scale fell from {scale_text(found.first_scale)} to "
+            f"{scale_text(found.lowest_scale)}",
             evidence={"times": found.count},
         )

@@ -6,7 +6,8 @@ from ampwise.finding import Findings, Rule, Severity
 from ampwise.rules.amp9xx_nan.failure_text import bad_values_text, failure_finding, join_items, operation_text
 
 if TYPE_CHECKING:
-    from ampwise.trace.failure import BadTensor, DataOrigin, Failure
+    from ampwise.trace.failure import Failure
+    from ampwise.trace.failure_facts import BadTensor, DataOrigin
 
 RULE = Rule(
     code="AMP901",

@@ -7,7 +7,8 @@ from ampwise.numbers.number_text import number_text
 from ampwise.rules.amp9xx_nan.failure_text import bad_source_text, failure_finding, operation_text, value_text
 
 if TYPE_CHECKING:
-    from ampwise.trace.failure import Failure, OptimizerFacts
+    from ampwise.trace.failure import Failure
+    from ampwise.trace.failure_facts import OptimizerFacts
 
 RULE = Rule(
     code="AMP921",

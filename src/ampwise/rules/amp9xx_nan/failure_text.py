@@ -15,7 +15,8 @@ from ampwise.numbers.number_text import IN_DIGITS, number_text
 from ampwise.numbers.op_families import is_custom
 
 if TYPE_CHECKING:
-    from ampwise.trace.failure import BadTensor, Failure, FixTrial, Origin, TensorSummary
+    from ampwise.trace.failure import Failure
+    from ampwise.trace.failure_facts import BadTensor, FixTrial, Origin, TensorSummary
 
 # Names of operations in sentences: by operation, else by family, else torch's name.
 NOUNS = {
@@ -127,12 +128,12 @@ def _one_line(text: str) -> str:
 
 def _fix(failure: Failure, advice: str) -> str:
     """Return a fix that was tried and helped, as code; else the general advice, and a fix that might help."""
-    helped = next((trial for trial in failure.trials if trial.finite), None)
-    failed = [f"{trial.what} ({_outcome(failure, trial)})" for trial in failure.trials if not trial.finite]
+    helped = next((trial for trial in failure.trials if trial.helps), None)
+    failed = [f"{trial.what} ({_outcome(failure, trial)})" for trial in failure.trials if not trial.helps]
     then = [_one_line(f"Tried in the replay, but did not help: {join_items(failed)}.")] if failed else []
     if helped is not None:
         is_absurd = _is_absurd(failure, helped)
-        works = "" if is_absurd else ", and it works"
+        works = "" if is_absurd or helped.usual is None else ", and it works"
         head = _one_line(f"Tried in the replay{works}: {helped.what} ({_outcome(failure, helped)}).")
         return "\n".join([head, *_indented(helped.code), *then, *([f"In general: {advice}"] if is_absurd else [])])
     untried = None if failed else failure.untried_fix()
@@ -149,6 +150,10 @@ def _outcome(failure: Failure, trial: FixTrial) -> str:
     parts = [] if trial.loss is None else [f"loss {' → '.join(dict.fromkeys(losses))}"]
     if trial.finite:
         parts.append(f"{'weights' if failure.symptom == 'weights' else 'gradients'} finite")
+        if trial.usual is not None:
+            same = "the loss of an earlier batch is unchanged"
+            before, after = map(number_text, trial.usual)
+            parts.append(same if trial.helps else f"but the loss of an earlier batch goes from {before} to {after}")
     elif trial.bad_gradients:
         parts.append(f"{trial.bad_gradients:,} gradient{'s' if trial.bad_gradients != 1 else ''} not finite")
     return ", ".join(parts) or "still not finite"
@@ -227,6 +232,8 @@ def operand_texts(origin: Origin) -> list[str]:
 def domain_text(origin: Origin) -> str:
     """Return which arguments are outside the domain: "3 of 128 arguments are 0 or below"."""
     where = DOMAINS.get(origin.name, "outside its domain")
+    if origin.dtype.startswith("complex"):
+        where = "0" if origin.name in ("log", "log2", "log10") else "a pole of it"
     if not origin.outside_domain:
         return f"an argument is {where}"
     census = origin.inputs[-1 if origin.name in SECOND else 0].census if origin.inputs else None

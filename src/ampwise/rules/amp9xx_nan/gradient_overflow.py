@@ -29,6 +29,10 @@ RULE = Rule(
 )
 
 
+# For a format with the range of FP32.
+IN_FULL = "Make the loss a mean, and remove large factors from it. Keep the input of a steep function small."
+
+
 def check_op(failure: Failure) -> Findings:
     origin = failure.origin
     if failure.kind != RULE.name or origin is None:
@@ -38,12 +42,16 @@ def check_op(failure: Failure) -> Findings:
         at = "even at a loss scale of 1" + (f" (it was {scale})" if failure.scale != 1 else "")
     else:
         at = f"at a loss scale of {scale}"
-    what = f"{derivative_text(origin)} overflows in {format_title(origin.dtype)} {at}{overflow_text(origin)}"
+    if not origin.is_narrow:
+        advice, at = IN_FULL, at if failure.scale != 1 else ""
+    what = (
+        f"{derivative_text(origin)} overflows in {format_title(origin.dtype)}{at and f' {at}'}{overflow_text(origin)}"
+    )
     if fits is not None and fits < failure.scale:
         if fits < 1:
             what += f"; even a scale of 1 is too high: it would need {scale_text(fits)}"
         else:
             what += f"; it would fit at a scale of {scale_text(fits)}"
             engine = f'ampwise.Engine(model, optimizer, scaling={{"init_scale": {scale_text(fits)}}})'
-            advice = f"Start at a loss scale that fits: `{engine}`. {RULE.fix}"
+            advice = f"Start at a loss scale that fits: `{engine}`. {advice or RULE.fix}"
     yield failure_finding(RULE, failure, what, advice=advice)

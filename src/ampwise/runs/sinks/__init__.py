@@ -35,8 +35,6 @@ from ampwise.runs.sinks.metrics import MetricsRow
 from ampwise.runs.sinks.run_sinks import wait_limits
 from ampwise.runs.sinks.sink_context import Send, SinkContext, random_state_kept
 
-__all__ = ["SinkRequest", "SinkSyntax", "built_in_kinds", "requested_sinks"]
-
 GROUP = "ampwise.sinks"
 
 OpenSink = Callable[[SinkContext], AbstractContextManager[Send]]

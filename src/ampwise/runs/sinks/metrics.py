@@ -25,29 +25,6 @@ class MetricsRow:
     metrics: Mapping[str, float]
 
 
-class Metric(NamedTuple):
-    """Definition of a metric."""
-
-    name: str  # after "ampwise/"; for further optimizers, after "ampwise/optimizer1/"
-    what: str
-    unit: str
-
-
-METRICS = (
-    Metric("loss", "loss of the step, unscaled", "as the loss"),
-    Metric("loss_scale", "loss scale of the step", "factor"),
-    Metric("grad_norm", "norm of all gradients, unscaled, before clipping", "L2 norm"),
-    Metric("skipped", "whether the step was skipped", "0 or 1"),
-    Metric("lr", "the learning rate of the first parameter group", "factor"),
-    Metric("skip_rate", f"skipped steps among the last {SKIP_RATE_STEPS}", "share"),
-    Metric("underflow_share", "gradient values that FP16 set to zero, at least", "share"),
-    Metric("findings/errors", "findings so far that are errors", "count"),
-    Metric("findings/warnings", "findings so far that are warnings", "count"),
-    Metric("findings/info", "findings so far that are advice", "count"),
-    Metric("events/errors", "events so far that are errors, such as a lost rank", "count"),
-    Metric("events/warnings", "events so far that are warnings, such as a rollback", "count"),
-    Metric("events/info", "events so far that need no action", "count"),
-)
 COUNTED = {"errors": "error", "warnings": "warning", "info": "info"}  # names of metrics: severities and levels
 
 

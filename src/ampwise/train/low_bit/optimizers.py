@@ -27,7 +27,7 @@ __all__ = [
     "make_optimizer",
 ]
 
-TORCH_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adafactor": "Adafactor"}
+TORCH_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon"}
 TORCHAO_OPTIMIZERS = {
     "adamw8bit": "AdamW8bit",
     "adamw4bit": "AdamW4bit",
@@ -47,10 +47,10 @@ PROTECTED_OPTIMIZERS: WeakSet[Any] = WeakSet()  # optimizers whose updates ampwi
 
 
 def make_optimizer(name: str, parameters: Module | Iterable[Any], **options: Any) -> Optimizer:
-    """Create an optimizer by name: "adamw", "adam", "sgd", "adafactor"; "adamw8bit", "adamw4bit", "adamwfp8".
+    """Create an optimizer by name: "adamw", "adam", "sgd", "adafactor", "muon"; "adamw8bit", "adamw4bit", "adamwfp8".
 
-    The last three, and "adam8bit", "adam4bit", "adamfp8", are torchao's: two moments in 8 or 4 bits instead of 32 each.
-    On a GPU, torch's optimizers are fused.
+    "muon" takes matrices only, and needs torch 2.9. The last three, and "adam8bit", "adam4bit", "adamfp8", are
+    torchao's: two moments in 8 or 4 bits instead of 32 each. On a GPU, torch's optimizers are fused.
 
     Args:
         name: one of those.
@@ -62,7 +62,8 @@ def make_optimizer(name: str, parameters: Module | Iterable[Any], **options: Any
 
     Raises:
         UnknownName: no optimizer of that name.
-        MissingDependency: it is torchao's, which is not installed.
+        BadInput: no parameters, or some that the optimizer does not take.
+        MissingDependency: it is torchao's, which is not installed, or this version of torch lacks it.
 
     >>> import ampwise
     >>> model = torch.nn.Linear(4, 4)
@@ -73,11 +74,18 @@ def make_optimizer(name: str, parameters: Module | Iterable[Any], **options: Any
     trained = list(parameters.parameters() if isinstance(parameters, Module) else parameters)
     if not trained:
         raise BadInput(f"make_optimizer({name!r}): expected at least one parameter.")
-    if "fused" in inspect.signature(kind).parameters:
-        every = [each for entry in trained for each in (entry["params"] if isinstance(entry, dict) else [entry])]
-        every = [each[1] if isinstance(each, tuple) else each for each in every]  # with names
-        if all(isinstance(each, Tensor) and each.is_cuda for each in every):
-            options = {"fused": True, **options}
+    every = [each for entry in trained for each in (entry["params"] if isinstance(entry, dict) else [entry])]
+    every = [each[1] if isinstance(each, tuple) else each for each in every]  # with names
+    others = [each for each in every if name == "muon" and isinstance(each, Tensor) and each.dim() != 2]
+    if others:
+        raise BadInput(
+            f"make_optimizer('muon'): expected matrices; {len(others)} of {len(every)} parameters are none, such as "
+            f"one of shape {tuple(others[0].shape)}. Give it those with .dim() == 2 (without embeddings and the "
+            "output layer), and another optimizer the others: Engine(model, [muon, adamw])."
+        )
+    has_fused = "fused" in inspect.signature(kind).parameters
+    if has_fused and all(isinstance(each, Tensor) and each.is_cuda for each in every):
+        options = {"fused": True, **options}
     try:
         made: Optimizer = kind(trained, **options)
     except TypeError as error:
@@ -87,6 +95,8 @@ def make_optimizer(name: str, parameters: Module | Iterable[Any], **options: Any
 
 def _kind(name: Any) -> Any:
     if name in TORCH_OPTIMIZERS:
+        if not hasattr(torch.optim, TORCH_OPTIMIZERS[name]):
+            raise MissingDependency(f"optimizer {name!r} is torch's, and torch {torch.__version__} lacks it.")
         return getattr(torch.optim, TORCH_OPTIMIZERS[name])
     if name not in TORCHAO_OPTIMIZERS:
         raise UnknownName(

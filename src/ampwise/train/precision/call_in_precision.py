@@ -7,19 +7,22 @@ inputs are cast too, so that "in FP32" means FP32 from the first operation on.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ampwise.errors import BadInput, UnknownName
 from ampwise.train.precision.precision import PRECISIONS
 
 __all__ = [
+    "FP32_OUT",
     "REGIONS",
     "autocast_for",
     "call_in_precision",
@@ -27,7 +30,10 @@ __all__ = [
     "checked_precision",
     "is_wrapped_forward",
     "keep",
+    "operation_names",
+    "operations_named",
     "wrap_forward",
+    "wrap_with_operations",
 ]
 
 P = ParamSpec("P")
@@ -35,6 +41,8 @@ R = TypeVar("R")
 
 # What autocast casts to, or None for no autocast. TF32 is a setting of the process, not of a region.
 REGIONS = {name: precision.dtype for name, precision in PRECISIONS.items() if not precision.tf32}
+
+FP32_OUT = "fp32-out"  # of a linear layer: 16-bit inputs, sums and output in FP32
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 NARROW = frozenset({torch.float16, torch.bfloat16, *(getattr(torch, name) for name in FLOAT8)})
@@ -44,19 +52,25 @@ CAST = {
     "bf16": (frozenset({torch.float16}), torch.bfloat16),
 }
 
+MM_TAKES_OUT_DTYPE = "dtype" in torch.ops.aten.mm.overloads()  # torch 2.8; on CUDA only
+
 # Device types with autocast. Queried once: torch offers no list, and torch.compile cannot trace the query.
 CANDIDATES = ("cuda", "cpu", "xpu", "mps", "hpu", "mtia")
 DEVICE_TYPES = tuple(kind for kind in CANDIDATES if torch.amp.is_autocast_available(kind))
 
 
-def checked_precision(asked: str, precision: object) -> str:
-    """Return the name of a precision that a module can be kept in, or raise an error that begins with ``asked``."""
+def checked_precision(asked: str, precision: object, *, layers: bool = False) -> str:
+    """Return the name of a precision that code can be kept in, or raise an error that begins with ``asked``.
+
+    layers: it is kept for modules, which can also be kept in ``FP32_OUT``.
+    """
     if not isinstance(precision, str):
         raise BadInput(f"{asked}: expected the name of a precision: {_listed()}.")
     if precision == "tf32":
         raise BadInput(f"{asked}: TF32 is switched for a whole device, not for a part of a model. Use {_listed()}.")
-    if precision not in REGIONS:
-        raise UnknownName("precision", precision, REGIONS, listing=f"{asked} takes {_listed()}.")
+    known = (*REGIONS, FP32_OUT) if layers else tuple(REGIONS)
+    if precision not in known:
+        raise UnknownName("precision", precision, known, listing=f"{asked} takes {_listed(known)}.")
     return precision
 
 
@@ -148,9 +162,96 @@ def is_wrapped_forward(forward: object) -> bool:
     return isinstance(forward, partial) and forward.func is _forward
 
 
-def _forward(module: nn.Module, name: str, earlier: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    module: nn.Module, name: str | _Operations, earlier: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
+) -> Any:
     function = partial(type(module).forward, module) if earlier is None else earlier
+    if isinstance(name, _Operations):
+        with name:
+            return function(*args, **kwargs)
+    if name == FP32_OUT:
+        return _linear_with_fp32_output(module, *args, **kwargs)
     return call_in_precision(name, function, args, kwargs, module)
+
+
+def _linear_with_fp32_output(module: Any, x: Tensor) -> Tensor:
+    """Return a linear layer's output in FP32, from inputs rounded to autocast's dtype, or to that of ``x``."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        return functional.linear(x, module.weight, module.bias)
+    with torch.autocast(kind, enabled=False):
+        flat = x.reshape(-1, x.shape[-1]).to(dtype)
+        matmul: Any = _MatmulWithFp32Output.apply
+        product: Tensor = matmul(flat, module.weight.to(dtype)).reshape(*x.shape[:-1], -1)
+        return product if module.bias is None else product + module.bias.float()
+
+
+class _MatmulWithFp32Output(torch.autograd.Function):
+    """``x @ weight.T`` of 16-bit matrices, added up and returned in FP32.
+
+    The gradient of the output is rounded to 16 bits, as in any linear layer under autocast.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _matmul_in_fp32(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        gradient = gradient.to(x.dtype)
+        return gradient @ weight, gradient.t() @ x
+
+
+def _matmul_in_fp32(one: Tensor, other: Tensor) -> Tensor:
+    """Return the product of 16-bit matrices in FP32. Products of two 16-bit numbers are exact there."""
+    if one.device.type == "cuda" and MM_TAKES_OUT_DTYPE:
+        return torch.mm(one, other, out_dtype=torch.float32)
+    return one.float() @ other.float()
+
+
+def wrap_with_operations(precisions: Mapping[str, str], module: nn.Module, owner: object) -> partial[Any]:
+    """Return a forward that runs the current one, with operations by name in other precisions."""
+    made = partial(_forward, module, _Operations(precisions), module.__dict__.get("forward"))
+    made.__dict__.update(owner=owner, __wrapped__=module.forward)
+    return made
+
+
+class _Operations(TorchFunctionMode):
+    """Function mode in which some of torch's operations run in another precision."""
+
+    def __init__(self, precisions: Mapping[str, str]) -> None:
+        super().__init__()
+        self._names = dict(precisions)
+        self._precisions = {function: kept for name, kept in precisions.items() for function in operations_named(name)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        precision = self._precisions.get(func)
+        if precision is None:
+            return func(*args, **(kwargs or {}))
+        return call_in_precision(precision, func, args, kwargs or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Operations, (self._names,)
+
+    def __deepcopy__(self, memo: object) -> _Operations:
+        return _Operations(self._names)
+
+
+OPERATION_OWNERS = (functional, torch, torch.special, torch.linalg, Tensor)
+
+
+def operations_named(name: str) -> list[Callable[..., Any]]:
+    """Return torch's functions and tensors' methods with this name: what ``softmax`` or ``x @ y`` (matmul) may call."""
+    found = [getattr(owner, each, None) for owner in OPERATION_OWNERS for each in (name, f"__{name}__", f"__r{name}__")]
+    return list(dict.fromkeys(each for each in found if callable(each) and not isinstance(each, type)))
+
+
+def operation_names() -> list[str]:
+    """Return all names of operations."""
+    return sorted({name.strip("_") for owner in OPERATION_OWNERS for name in dir(owner) if operations_named(name)})
 
 
 def keep(precision: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -215,5 +316,5 @@ def _refuse_unless_function(asked: str, function: Any) -> None:
         )
 
 
-def _listed() -> str:
-    return " or ".join(repr(name) for name in REGIONS)
+def _listed(names: Iterable[str] = tuple(REGIONS)) -> str:
+    return " or ".join(repr(name) for name in names)

@@ -16,7 +16,15 @@ from torch.nn.parameter import is_lazy
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
 from ampwise.finding.terminal import shortened
 from ampwise.train.float8.recipe import Fp8
-from ampwise.train.precision.call_in_precision import checked_precision, is_wrapped_forward, wrap_forward
+from ampwise.train.precision.call_in_precision import (
+    FP32_OUT,
+    checked_precision,
+    is_wrapped_forward,
+    operation_names,
+    operations_named,
+    wrap_forward,
+    wrap_with_operations,
+)
 from ampwise.train.precision.policy_table import ModuleLine, policy_table
 from ampwise.train.precision.precision import (
     AUTO,
@@ -60,6 +68,7 @@ class Policy:
     Args:
         base: the precision, by the names that ``Engine`` takes.
         rules: exceptions; ``keep`` adds them.
+        operations: exceptions by operation; ``keep_op`` adds them.
         fp8: with ``Policy("fp8")``, how its layers are scaled. Not part of ``as_dict``.
 
     Raises:
@@ -84,6 +93,7 @@ class Policy:
 
     base: str = "auto"
     rules: tuple[KeepRule, ...] = ()
+    operations: tuple[KeepRule, ...] = ()
     fp8: Fp8 | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -93,13 +103,17 @@ class Policy:
             precision_named(self.base)  # raises for an unknown format or option
         elif self.base not in BASES:
             raise UnknownName("precision", self.base, BASES, listing=f"Policy() takes {_listed(BASES)}.")
-        if not isinstance(self.rules, tuple) or not all(isinstance(rule, KeepRule) for rule in self.rules):
-            raise BadInput(f"Policy({self.base!r}): add rules with keep(precision, name).")
+        for rules, method in ((self.rules, "keep"), (self.operations, "keep_op")):
+            if not isinstance(rules, tuple) or not all(isinstance(rule, KeepRule) for rule in rules):
+                raise BadInput(f"Policy({self.base!r}): add rules with {method}(precision, name).")
         if self.fp8 is not None and not (isinstance(self.fp8, Fp8) and self.base == "fp8"):
             raise BadInput(f"Policy({self.base!r}, fp8={self.fp8!r}): expected Policy('fp8', fp8=ampwise.Fp8(...)).")
 
     def keep(self, precision: str, *patterns: str) -> Policy:
         """Return a policy that also runs the modules matching any of these patterns in this precision.
+
+        ``"fp32-out"`` is for linear layers, the modules themselves or those in them: 16-bit inputs and weights, as
+        under autocast, but the output is the FP32 sum, not rounded to 16 bits again.
 
         Args:
             precision: such as ``"fp32"``.
@@ -113,7 +127,7 @@ class Policy:
             UnknownName: no such precision.
         """
         asked = f"Policy.keep({precision!r})"
-        name = checked_precision(asked, precision)
+        name = checked_precision(asked, precision, layers=True)
         if not patterns:
             raise BadInput(f'{asked}: expected names or globs of modules: keep({precision!r}, "*.router").')
         for pattern in patterns:
@@ -123,10 +137,39 @@ class Policy:
                 raise BadInput(f"{asked}: '' is the model itself. Set its precision with Policy({name!r}).")
         return replace(self, rules=(*self.rules, *(KeepRule(pattern, name) for pattern in patterns)))
 
+    def keep_op(self, precision: str, *operations: str) -> Policy:
+        """Return a policy that also runs these operations in this precision, wherever the model calls them.
+
+        Operations have the names of torch's functions and of tensors' methods. Their inputs are cast, as by
+        ``@ampwise.keep``; the output stays in the precision. This also holds inside of modules that ``keep`` names.
+
+        Args:
+            precision: such as ``"fp32"``.
+            *operations: such as ``"softmax"``.
+
+        Returns:
+            the policy.
+
+        Raises:
+            BadInput: no operation, or not a name.
+            UnknownName: no such precision, or no such operation.
+        """
+        asked = f"Policy.keep_op({precision!r})"
+        name = checked_precision(asked, precision)
+        if not operations or not all(isinstance(each, str) for each in operations):
+            raise BadInput(f'{asked}: expected names of operations: keep_op({precision!r}, "softmax").')
+        for each in operations:
+            if not each.isidentifier() or not operations_named(each):
+                listing = "Operations have the names of torch's functions, without torch. or F.: softmax, layer_norm."
+                raise UnknownName("operation", each, operation_names(), listing=listing)
+        return replace(self, operations=(*self.operations, *(KeepRule(each, name) for each in operations)))
+
     def __repr__(self) -> str:
         made = f"Policy({self.base!r}{'' if self.fp8 is None else f', fp8={self.fp8!r}'})"
         for precision, rules in groupby(self.rules, key=lambda rule: rule.precision):
             made += f".keep({_listed([precision, *(rule.pattern for rule in rules)])})"
+        for precision, rules in groupby(self.operations, key=lambda rule: rule.precision):
+            made += f".keep_op({_listed([precision, *(rule.pattern for rule in rules)])})"
         return shortened(made, 1000)
 
     def modules(self, model: nn.Module) -> dict[str, str]:
@@ -176,6 +219,12 @@ class Policy:
         fresh = [module for module in decided if module not in set(on)]
         for module in fresh:
             module.forward = wrap_forward(decided[module].precision, module, owner=self)
+        precisions = {rule.pattern: rule.precision for rule in self.operations}
+        # A call of any of these is a pass of the whole model.
+        for module in _called(named_modules(model)[""]) if precisions else ():
+            if module not in on:
+                module.forward = wrap_with_operations(precisions, module, owner=self)
+                fresh.append(module)
         return AppliedPolicy([*on, *fresh], fresh)
 
     def describe(self, model: nn.Module) -> str:
@@ -211,11 +260,14 @@ class Policy:
             shown.add(module)
             running.setdefault(line.precision, {}).update(own)
         counts = Counter({precision: sum(counts.values()) for precision, counts in running.items()})
-        return policy_table(self.base, counts, lines)
+        table = policy_table(self.base, counts, lines)
+        kept = [f"{rule.pattern} in {rule.precision}" for rule in self.operations]
+        return "\n".join([table, *([f"operations: {', '.join(kept)}"] if kept else [])])
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for a checkpoint, which ``from_dict`` reads."""
-        return {"version": VERSION, "base": self.base, "keep": [rule._asdict() for rule in self.rules]}
+        plain = {"version": VERSION, "base": self.base, "keep": [rule._asdict() for rule in self.rules]}
+        return plain | ({"operations": [rule._asdict() for rule in self.operations]} if self.operations else {})
 
     @classmethod
     def from_dict(cls, data: Any) -> Policy:
@@ -230,16 +282,21 @@ class Policy:
         Raises:
             BadInput: the data is not that of a policy.
         """
-        parts = _parts(data, "a policy", {"version", "base", "keep"})
+        optional = {"operations"} & set(data) if isinstance(data, dict) else set()
+        parts = _parts(data, "a policy", {"version", "base", "keep"} | optional)
         if parts["version"] != VERSION or isinstance(parts["version"], bool):
             raise BadInput(f"Policy.from_dict(): expected version {VERSION}, got {parts['version']!r}.")
-        if not isinstance(parts["keep"], list | tuple):
-            raise BadInput(f"Policy.from_dict(): expected a list of rules in 'keep', got {parts['keep']!r}.")
+        for key in ("keep", *optional):
+            if not isinstance(parts[key], list | tuple):
+                raise BadInput(f"Policy.from_dict(): expected a list of rules in {key!r}, got {parts[key]!r}.")
         rules = [_parts(rule, "a rule", set(KeepRule._fields)) for rule in parts["keep"]]
+        operations = [_parts(rule, "a rule", set(KeepRule._fields)) for rule in parts.get("operations", ())]
         try:
             policy = cls(parts["base"])
             for rule in rules:
                 policy = policy.keep(rule["precision"], rule["pattern"])
+            for rule in operations:
+                policy = policy.keep_op(rule["precision"], rule["pattern"])
         except AmpwiseError as error:
             raise BadInput(f"Policy.from_dict(): {error}") from error
         return policy
@@ -271,9 +328,16 @@ class Policy:
                     filter(None, [*named, *endings]),
                     listing="Names are those of model.named_modules(); * matches any part of a name, dots too.",
                 )
-            called = [inner for module in found for inner in _called(module)]
+            called: list[nn.Module]
+            if rule.precision == FP32_OUT:
+                inside = [inner for module in found for inner in module.modules()]
+                called = [inner for inner in inside if isinstance(inner, nn.Linear)]
+                why = "no nn.Linear, whose output 'fp32-out' is about"
+            else:
+                called = [inner for module in found for inner in _called(module)]
+                why = "only empty containers, which are never called"
             if not called:
-                raise BadInput(f"{self!r}: {rule.pattern!r} matches only empty containers, which are never called.")
+                raise BadInput(f"{self!r}: {rule.pattern!r} matches {why}.")
             decided.update((module, rule) for module in called)
         return decided
 
@@ -314,6 +378,8 @@ class AppliedPolicy:
         on = [module for module in modules if self._is_on(module)]
         for module in on:
             earlier = module.__dict__.pop("forward").args[-1]
+            if is_wrapped_forward(earlier):  # the module is kept, and its operations too
+                earlier = earlier.args[-1]
             if earlier is not None:
                 module.forward = earlier
 

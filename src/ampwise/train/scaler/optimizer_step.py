@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -88,7 +89,8 @@ def take_step(
             return None, True
     if not on_device:
         checked.unscale_and_clip_()
-        return optimizer.step(*args, **kwargs), skipped  # noqa: AMP109
+        with _apart(optimizer, checked):
+            return optimizer.step(*args, **kwargs), skipped  # noqa: AMP109
     # A fused optimizer's kernel divides the gradients by grad_scale, and does nothing if found_inf is 1.
     of_the_user = getattr(optimizer, "grad_scale", None)
     grad_scale = decision.grad_scale if checked.scaled or checked.max_norm != NO_CLIPPING else None
@@ -101,11 +103,33 @@ def take_step(
     if init_group is not None:
         optimizer._init_group = init_group
     try:
-        return optimizer.step(*args, **kwargs), skipped  # noqa: AMP109
+        with _apart(optimizer, checked):
+            return optimizer.step(*args, **kwargs), skipped  # noqa: AMP109
     finally:  # else they would affect the next step too
         del optimizer.grad_scale, optimizer.found_inf
         if init_group is not None:
             del optimizer._init_group
+
+
+@contextmanager
+def _apart(optimizer: Any, checked: CheckedGradients) -> Iterator[None]:
+    """Within the context, a torch optimizer has DTensors and plain tensors in groups of their own.
+
+    Its foreach and fused kernels work on a whole group, and take no mixture of them.
+    """
+    groups, sharded = optimizer.param_groups, len(checked.gradients.shards)
+    if not 0 < sharded < len(checked.gradients) or not type(optimizer).__module__.startswith("torch.optim"):
+        yield
+        return
+    optimizer.param_groups = [
+        {**group, "params": list(some)}
+        for group in groups
+        for _, some in groupby(group["params"], key=lambda each: hasattr(each, "placements"))
+    ]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
 
 
 def _has_no_momentum_yet(optimizer: Optimizer) -> bool:
@@ -151,6 +175,8 @@ def faster_adam(optimizer: Any, checked: CheckedGradients) -> Callable[..., Any]
     """Return what to use as ``optimizer._init_group`` during the step; None if there is nothing faster."""
     gradients, decision = checked.gradients, checked.decision
     if type(optimizer) not in (Adam, AdamW) or not gradients.ordinary or "_init_group" in vars(optimizer):
+        return None
+    if hasattr(vars(optimizer).get("step"), "_torchdynamo_orig_callable"):  # ours would be compiled with it, each time
         return None
     if decision.numbers.device != gradients.values[0].device:
         return None

@@ -8,6 +8,7 @@ from decimal import Decimal
 
 from ampwise.errors import BadInput
 from ampwise.hardware.target import gib_text
+from ampwise.numbers.number_text import count_text
 
 # The kinds of model with specific advice, and what each means.
 KINDS: dict[str, str] = {
@@ -85,13 +86,7 @@ class ModelFacts:
     @property
     def size(self) -> str:
         """Text such as "7 B"; empty if the number of parameters is unknown."""
-        count = self.parameters
-        if count is None:
-            return ""
-        for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
-            if count >= unit:
-                return f"{count / unit:.3g} {name}"
-        return str(count)
+        return "" if self.parameters is None else count_text(self.parameters)
 
     @property
     def state_bytes(self) -> int | None:

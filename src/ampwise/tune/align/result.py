@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ampwise.finding import Finding
 from ampwise.finding.terminal import printable, shortened
+from ampwise.report.result_view import Line, Part, ResultTable, ShownResult
 from ampwise.tune.align.matmuls import ROWS, LayerMatmuls, StepMatmuls, multiple_for, tile_remarks
 from ampwise.tune.align.padding_plan import Padding
 
@@ -21,7 +21,7 @@ MANUAL_ADVICE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alignment:
+class Alignment(ShownResult):
     """Result of ``align``; ``print`` shows it."""
 
     products: StepMatmuls
@@ -107,15 +107,12 @@ class Alignment:
     def __repr__(self) -> str:
         return shortened(f"<Alignment: {self.verdict}>")
 
-    def __str__(self) -> str:
-        table = [HEADINGS, *self.rows()] if self.off else []
-        widths = [max(len(row[column]) for row in table) for column in range(len(HEADINGS))] if table else []
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-        lines_below = [*(line.rstrip() for line in lines), *self.to_do(), *self.remarks]
-        return "\n".join([self.head_line, *lines_below, self.verdict])
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+    def _parts(self) -> Iterator[Part]:
+        """Yield what was run, the misaligned layers, what to do, and the verdict."""
+        yield Line(self.head_line)
+        if self.off:
+            yield ResultTable(headings=HEADINGS, rows=list(self.rows()), left=range(len(HEADINGS)), wraps=(2,))
+        yield from map(Line, (*self.to_do(), *(f"remark: {remark}" for remark in self.remarks), self.verdict))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""

@@ -24,14 +24,13 @@ from ampwise.tune.bench.profile_summary import (
     intensity_of,
     layer_times,
     median_summary,
-    profile_events,
     profiled_step,
     summarize,
 )
 from ampwise.tune.bench.speeds import BASE, GpuClocks, LayerTime, PrecisionRow, StepMemory, TimeSpread
 from ampwise.tune.bench.verdict import is_noisy
 from ampwise.tune.train_case import TrainCase
-from ampwise.watch.profiler import profile_of
+from ampwise.watch.profiler import events_of, profile_of
 
 T = TypeVar("T")
 Progress = Callable[[int, int, str], object]  # steps done, steps in all, what is being done
@@ -177,7 +176,7 @@ class Measurement:
 
     def _profile(self, contender: Contender) -> None:
         results = [profiled_step(contender) for _ in range(PROFILED)]
-        summary = median_summary([summarize(*profile_events(each)) for each in results])
+        summary = median_summary([summarize(*events_of(each)) for each in results])
         products = profile_of(results[-1]).products
         self._modules[contender.label] = summary.modules
         contender.found |= {"split": summary.split, "products": products, "intensity": intensity_of(products)}

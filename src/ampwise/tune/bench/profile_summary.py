@@ -10,11 +10,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import median, median_high
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch._C._autograd import DeviceType
 from torch.autograd.profiler import record_function
 
 from ampwise.train.precision.policy import named_modules
@@ -22,7 +21,17 @@ from ampwise.train.precision.policy_table import ANY
 from ampwise.tune.bench.lineup import Contender
 from ampwise.tune.bench.speeds import BASE, KINDS, LayerTime, TimeSplit
 from ampwise.watch.patches import Patches
-from ampwise.watch.profile import BYTES, COMPILED, OPTIMIZER, PRECISIONS, is_matmul
+from ampwise.watch.profile import (
+    BYTES,
+    OPTIMIZER,
+    CallNode,
+    DeviceKernel,
+    HostOp,
+    is_cast,
+    is_matmul,
+    kind_of_compiled,
+    nested_calls,
+)
 from ampwise.watch.profiler import Profiler
 from ampwise.watch.time_use import ProfiledMatmul
 
@@ -33,8 +42,6 @@ ROOT = "(the model itself)"
 NO_TIME = 1e-9  # seconds: a module without work of its own
 NEXT_TO_NOTHING = 1e-3  # of a step
 ENOUGH = 0.5  # of the FLOPs have to be in matmuls of known shape
-# Driver calls have their own numbering, which would be confused with that of operators.
-RUNTIME = re.compile(r"^(cuda|cu|hip)[A-Z]")
 ATTENTION = re.compile(r"attention|flash_attn|fmha|flash_fwd|flash_bwd|sdpa", re.IGNORECASE)
 COPIES = re.compile(r"^aten::(copy_|clone|contiguous|cat|_to_copy|stack)$")
 # For kernels that no operator launched; the others get their kind from the operator.
@@ -105,37 +112,6 @@ def _module_ranges(model: nn.Module) -> Iterator[None]:
 # --- reading its profile ---------------------------------------------------------------------------------------------
 
 
-class ProfiledOp(NamedTuple):
-    """A call on the host, with its interval in nanoseconds."""
-
-    name: str
-    start: int
-    end: int
-    thread: int = 0
-    id: int = 0  # kernels refer to the call that launched them by it
-    number: int = -1  # sequence number of the graph node that it made, or that it runs in the backward pass
-    backward: bool = False
-    formats: tuple[str, ...] = ()  # source and target dtype of a copy
-
-
-class ProfiledKernel(NamedTuple):
-    """A kernel or copy that ran on the device."""
-
-    name: str
-    start: int
-    duration: int
-    launched_by: int = 0  # the id of a call
-
-
-@dataclass(slots=True)
-class _OpNode:
-    op: ProfiledOp
-    parent: _OpNode | None
-    kind: str = "other"
-    inside: int = 0  # nanoseconds of nested calls
-    module: str | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSummary:
     """Seconds of device time; of operators on the CPU where no kernels were launched."""
@@ -144,35 +120,11 @@ class ProfileSummary:
     modules: dict[str, float] = field(default_factory=dict)
 
 
-def profile_events(result: Any) -> tuple[list[ProfiledOp], list[ProfiledKernel]]:
-    """Convert the profiler's events to plain data."""
-    ops: list[ProfiledOp] = []
-    kernels: list[ProfiledKernel] = []
-    for event in result.events():
-        start, duration = event.start_ns(), event.duration_ns()
-        if event.device_type() != DeviceType.CPU:
-            if not event.is_user_annotation():  # the host's ranges, shown on the device again
-                kernels.append(ProfiledKernel(event.name(), start, duration, event.linked_correlation_id()))
-        elif not event.is_async() and not RUNTIME.match(name := event.name()):
-            # Formats only of copies of several numbers: a cast of one costs nothing.
-            casts = name == "aten::copy_" and event.shapes() and event.shapes()[0]
-            op = ProfiledOp(
-                name,
-                start,
-                start + duration,
-                thread=event.start_thread_id(),
-                id=event.correlation_id(),
-                number=event.sequence_nr(),
-                backward=event.fwd_thread_id() > 0,
-                formats=tuple(event.dtypes()[:2]) if casts else (),
-            )
-            ops.append(op)
-    return ops, kernels
-
-
-def summarize(ops: Iterable[ProfiledOp], kernels: Sequence[ProfiledKernel]) -> ProfileSummary:
+def summarize(ops: Iterable[HostOp], kernels: Sequence[DeviceKernel]) -> ProfileSummary:
     """Sum up a step's time by kind and by module."""
-    nodes = _nested(ops)
+    nodes = nested_calls(ops)
+    for node in nodes:
+        node.kind = _kind(node)
     _name_modules(nodes)
     spent = list(_time_spent(nodes, kernels))
     kinds, modules = dict.fromkeys(KINDS, 0.0), defaultdict[str, float](float)
@@ -217,39 +169,24 @@ def _medians(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
-def _nested(ops: Iterable[ProfiledOp]) -> list[_OpNode]:
-    """Return the calls as a tree, parents first, each with its kind."""
-    nodes: list[_OpNode] = []
-    open_in: dict[int, list[_OpNode]] = defaultdict(list)
-    for op in sorted(ops, key=lambda op: (op.start, -op.end)):
-        stack = open_in[op.thread]
-        while stack and stack[-1].op.end < op.end:
-            stack.pop()
-        parent = stack[-1] if stack else None
-        if parent is not None:
-            parent.inside += op.end - op.start
-        stack.append(_OpNode(op, parent, _kind(op, "other" if parent is None else parent.kind)))
-        nodes.append(stack[-1])
-    return nodes
-
-
-def _kind(op: ProfiledOp, outer: str) -> str:
+def _kind(node: CallNode) -> str:
+    outer = "other" if node.parent is None else node.parent.kind
     if outer in ("optimizer", "attention", "casts"):
         return outer
-    if len(set(op.formats)) == 2 and all(each in PRECISIONS for each in op.formats):
+    if is_cast(node.op.call):
         return "casts"
-    own = kind_of_op(op.name)
+    own = kind_of_op(node.name)
     if outer == "matrix" and own != "optimizer":
         return outer  # what runs inside a matmul is part of it
     return outer if own == "other" else own
 
 
-def _name_modules(nodes: Sequence[_OpNode]) -> None:
+def _name_modules(nodes: Sequence[CallNode]) -> None:
     """Assign modules: forward by the enclosing range, backward by the sequence number shared with the forward pass."""
     made_by: dict[int, str] = {}
     for node in nodes:
-        if node.op.name.startswith(SCOPE):
-            node.module = node.op.name.removeprefix(SCOPE)
+        if node.name.startswith(SCOPE):
+            node.module = node.name.removeprefix(SCOPE)
         elif node.parent is not None:
             node.module = node.parent.module
         if node.module is not None and node.op.number >= 0 and not node.op.backward:
@@ -261,7 +198,7 @@ def _name_modules(nodes: Sequence[_OpNode]) -> None:
             node.module = node.parent.module
 
 
-def _time_spent(nodes: Sequence[_OpNode], kernels: Sequence[ProfiledKernel]) -> Iterator[tuple[str, str | None, int]]:
+def _time_spent(nodes: Sequence[CallNode], kernels: Sequence[DeviceKernel]) -> Iterator[tuple[str, str | None, int]]:
     """Yield kind, module and nanoseconds of each kernel; without any, of each operator without those inside it."""
     if kernels:
         by_id = {node.op.id: node for node in nodes if node.op.id}
@@ -273,11 +210,10 @@ def _time_spent(nodes: Sequence[_OpNode], kernels: Sequence[ProfiledKernel]) -> 
         return
     for node in nodes:
         # Ranges and graph nodes are time of Python and autograd, except that compiled code is one range.
-        own = max(node.op.end - node.op.start - node.inside, 0)
-        if "::" in node.op.name and not node.op.name.startswith(("ampwise::", "autograd::")):
-            yield node.kind, node.module, own
-        elif "ompiled" in node.op.name:
-            yield "other", node.module, own
+        if "::" in node.name and not node.name.startswith(("ampwise::", "autograd::")):
+            yield node.kind, node.module, node.own
+        elif "ompiled" in node.name:
+            yield "other", node.module, node.own
 
 
 # --- kinds of work, by name ------------------------------------------------------------------------------------------
@@ -298,7 +234,7 @@ def kind_of_op(name: str) -> str:
         if is_matmul(name):
             return "matrix"
         return "copies" if COPIES.match(name) else "elementwise"
-    return _kind_of_compiled(name) or "other"
+    return _kind_of_compiled(name)
 
 
 @lru_cache(maxsize=4096)
@@ -308,19 +244,15 @@ def kind_of_kernel(name: str) -> str:
     >>> kind_of_kernel("sm90_xmma_gemm_bf16bf16_bf16f32"), kind_of_kernel("triton_poi_fused_gelu_3")
     ('matrix', 'elementwise')
     """
-    named = (kind for kind, pattern in KERNELS.items() if pattern.search(name))
-    return _kind_of_compiled(name) or next(named, "other")
+    compiled = _kind_of_compiled(name)
+    if compiled != "other":
+        return compiled
+    return next((kind for kind, pattern in KERNELS.items() if pattern.search(name)), "other")
 
 
-def _kind_of_compiled(name: str) -> str | None:
-    """Return the kind of a kernel that torch.compile wrote; None for other names."""
-    made = COMPILED.match(name)
-    if made is None:
-        return None
-    template, fused = made.group(1, 2)
-    if template == "tem":
-        return "matrix"
-    return "casts" if fused.strip("_") == "to_copy" else "elementwise"
+def _kind_of_compiled(name: str) -> str:
+    found = kind_of_compiled(name)
+    return "elementwise" if found == "normalisation" else found
 
 
 # --- layers and matmuls ----------------------------------------------------------------------------------------------

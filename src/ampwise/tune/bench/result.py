@@ -1,21 +1,18 @@
-"""Result of a comparison: the measurements, the findings, and their text for the terminal, the page and notebooks."""
+"""Result of a comparison: the measurements, the findings, and their words for the terminal, the page and notebooks."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ampwise.finding import Finding, html
+from ampwise.finding import Finding
 from ampwise.finding.registry import run_checks
-from ampwise.finding.terminal import console, printable, shortened, table
+from ampwise.finding.terminal import shortened
+from ampwise.numbers.number_text import count_text
+from ampwise.report.result_view import Headline, Line, Part, ResultTable, ShownResult
 from ampwise.tune.bench.speeds import BASE, KINDS, LayerTime, PrecisionRow, SpeedComparison
 from ampwise.tune.bench.verdict import DEFINITELY, KIND_WORDS, OPTIONAL, USE, SpeedVerdict, ratio_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 # How each number was obtained.
 BASES = {
@@ -56,7 +53,7 @@ MOODS = {"definitely": "ok", "use": "ok", "optional": "info"}
 
 
 @dataclass(frozen=True, slots=True)
-class BenchResult:
+class BenchResult(ShownResult):
     """A training step in several precisions: ``ampwise.bench`` returns one.
 
     ``speeds`` has every number, ``findings`` are reasons and warnings, ``best`` is the row to switch to, if there is
@@ -99,109 +96,43 @@ class BenchResult:
     def __repr__(self) -> str:
         return shortened(f"<BenchResult: {self.verdict}>")
 
-    def __str__(self) -> str:
-        out = console(io.StringIO())
-        with out.capture() as captured:
-            show(out, self)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-    def _repr_html_(self) -> str:
+    def _parts(self) -> Iterator[Part]:
+        """Yield the verdict first, then the numbers behind it."""
         speeds, best = self.speeds, self.best
+        yield Line(f"{speeds.name} on {setup_text(speeds)}", "dim")
         mood = MOODS.get(str(speeds.verdict(best)), "") if best is not None else ""
-        head = html.paragraph(f"{html.badge('precisions', mood)} {html.bold(self.verdict)}")
-        where = html.paragraph(f"{html.code(speeds.name)} on {html.text(speeds.device_name)}", soft=True)
-        headings, cells = speed_table(speeds)
-        rows = []
-        for row, words in zip(speeds.rows, cells, strict=True):
-            verdict = str(speeds.verdict(row))
-            rows.append(
-                [html.badge(each, MOODS.get(each, "")) if each == verdict else html.text(each) for each in words]
-            )
-        parts = [html.box(head + where, mood), html.table(headings, rows)]
+        yield Headline(self.verdict, "precisions", mood)
+        headings, rows = speed_table(speeds)
+        left = [column for column, heading in enumerate(headings) if heading in ("precision", "verdict")]
+        styles = [STYLES.get(str(speeds.verdict(row)), "") for row in speeds.rows]
+        yield ResultTable(headings=headings, rows=rows, left=left, styles=styles)
+        for row in speeds.rows:
+            if ":" in problem_of(row):  # too long for the table
+                yield Line(f"{row.label}: {problem_of(row)}", "yellow")
+        shares = {row.label: split_of(row) for row in speeds.rows if row.split is not None}
+        if shares:
+            kinds = [kind for kind in KIND_WORDS if any(kind in split for split in shares.values())]
+            rows = [
+                [label, *(f"{split[kind]:.0%}" if kind in split else "-" for kind in kinds)]
+                for label, split in shares.items()
+            ]
+            headings = ["time of a step", *(KIND_WORDS[kind] for kind in kinds)]
+            yield ResultTable(headings=headings, rows=rows, wraps=range(1, len(headings)))
         if speeds.layers:
-            labels = [label for label in speeds.layers[0].seconds if label != BASE]
-            lines = []
-            for layer in speeds.layers[:MOST_LAYERS]:
-                ratios = (html.text(layer_note(layer, label)) for label in labels)
-                lines.append([html.code(layer.name), html.text(layer.kind), html.text(f"×{layer.times}"), *ratios])
-            parts.append(html.table(["layers", "class", "", *labels], lines, left=2))
-        parts += map(html.finding_html, self.findings)
-        return "".join([*parts, html.paragraph("<br>".join(map(html.text, speeds.not_measured)), soft=True)])
+            yield self._layers()
+        yield from self.findings
+        yield from (Line(note, "dim") for note in notes_of(speeds))
 
-
-def show(out: Console, result: BenchResult) -> None:
-    """Print the verdict first, then the numbers behind it."""
-
-    def say(text: str, style: str = "") -> None:
-        out.print(printable(text), style=style, markup=False, soft_wrap=True)
-
-    speeds = result.speeds
-    say(f"{speeds.name} on {setup_text(speeds)}", style="dim")
-    say(result.verdict, style="bold")
-    out.print()
-    out.print(_rows_table(speeds))
-    for row in speeds.rows:
-        if ":" in problem_of(row):  # too long for the table
-            say(f"{row.label}: {problem_of(row)}", style="yellow")
-    if any(row.split is not None for row in speeds.rows):
-        out.print()
-        out.print(_splits_table(speeds))
-    if speeds.layers:
-        out.print()
-        out.print(_layers_table(speeds))
-    for finding in result.findings:
-        out.print()
-        say(f"{finding.rule.code} {finding.rule.name}: {finding.message}")
-        say(f"  fix: {finding.fix}")
-        if "experiment" in finding.evidence:
-            say(f"  try: {finding.evidence['experiment']}")
-    notes = notes_of(speeds)
-    if notes:
-        out.print()
-    for note in notes:
-        say(note, style="dim")
-
-
-def _rows_table(speeds: SpeedComparison) -> Table:
-    from rich.text import Text  # a name is not markup
-
-    headings, cells = speed_table(speeds)
-    shown = table()
-    for heading in headings:
-        shown.add_column(heading, justify="left" if heading in ("precision", "verdict") else "right", no_wrap=True)
-    for row, words in zip(speeds.rows, cells, strict=True):
-        style = STYLES.get(str(speeds.verdict(row))) or None
-        shown.add_row(*(Text(printable(each)) for each in words), style=style)
-    return shown
-
-
-def _splits_table(speeds: SpeedComparison) -> Table:
-    """Tabulate how each step's time splits by kind of work."""
-    shares = {row.label: split_of(row) for row in speeds.rows if row.split is not None}
-    kinds = [kind for kind in KIND_WORDS if any(kind in split for split in shares.values())]
-    shown = table("time of a step")
-    for kind in kinds:
-        shown.add_column(KIND_WORDS[kind], justify="right", no_wrap=False)
-    for label, split in shares.items():
-        shown.add_row(label, *(f"{split[kind]:.0%}" if kind in split else "-" for kind in kinds))
-    return shown
-
-
-def _layers_table(speeds: SpeedComparison) -> Table:
-    from rich.text import Text
-
-    labels = [label for label in speeds.layers[0].seconds if label != BASE]
-    shown = table("layers", "class")
-    for heading in ("", BASE, *labels):
-        shown.add_column(heading, justify="right")
-    for layer in speeds.layers[:MOST_LAYERS]:
-        base = f"{1e3 * layer.seconds[BASE]:.3g} ms" if BASE in layer.seconds else ""
-        times = f"×{layer.times}" if layer.times > 1 else ""
-        ratios = (layer_note(layer, label) for label in labels)
-        shown.add_row(*map(Text, (printable(layer.name), printable(layer.kind), times, base, *ratios)))
-    if len(speeds.layers) > MOST_LAYERS:
-        shown.add_row(f"… and {len(speeds.layers) - MOST_LAYERS} more")
-    return shown
+    def _layers(self) -> ResultTable:
+        layers = self.speeds.layers
+        labels = [label for label in layers[0].seconds if label != BASE]
+        rows = []
+        for layer in layers[:MOST_LAYERS]:
+            base = f"{1e3 * layer.seconds[BASE]:.3g} ms" if BASE in layer.seconds else ""
+            times = f"×{layer.times}" if layer.times > 1 else ""
+            rows.append([layer.name, layer.kind, times, base, *(layer_note(layer, label) for label in labels)])
+        headings = ("layers", "class", "", BASE, *labels)
+        return ResultTable(headings=headings, rows=rows, left=(0, 1), names=(0,), more=len(layers) - MOST_LAYERS)
 
 
 # --- words shared by the terminal, the page and notebooks ------------------------------------------------------------
@@ -249,17 +180,6 @@ def problem_of(row: PrecisionRow) -> str:
     return ""
 
 
-def short_count(count: float) -> str:
-    """
-    >>> short_count(318_000), short_count(12.3456), short_count(4_200_000)
-    ('318 k', '12.3', '4.2 M')
-    """
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.3g}"
-
-
 def speed_table(speeds: SpeedComparison) -> tuple[list[str], list[list[str]]]:
     """Return the headings of the columns that are not empty, and the cells of each row."""
     rows = [dict(_cells(row, speeds)) for row in speeds.rows]
@@ -283,7 +203,7 @@ def _cells(row: PrecisionRow, speeds: SpeedComparison) -> Iterator[tuple[str, st
         yield "×alike", ratio_text(row.ratio.median)
     rate = row.per_second(speeds.batch if speeds.tokens is None else speeds.tokens)
     if rate is not None:
-        yield "samples/s" if speeds.tokens is None else "tokens/s", short_count(rate)
+        yield "samples/s" if speeds.tokens is None else "tokens/s", count_text(rate)
     share = row.peak_share(speeds.flops)
     if share is not None:
         yield "of peak", f"{'~' if row.peak_is_approximate else ''}{share:.0%}"

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampwise.errors import BadInput
-from ampwise.tune.advise.model import SIZES
+from ampwise.numbers.number_text import count_text
 from ampwise.tune.train_case import CaseFactory, make_factory
 
 CLOSE = 0.1  # allowed relative difference from the requested number of parameters
@@ -87,18 +87,6 @@ TYPICAL = (
     _typical(96, 12288, 96, 32768),
     _typical(126, 16384, 128, 53248, 8),
 )
-
-
-def count_text(count: int) -> str:
-    """Format a number of parameters.
-
-    >>> count_text(6_738_415_616), count_text(124_000_000), count_text(512)
-    ('6.74 B', '124 M', '512')
-    """
-    for unit in ("t", "b", "m", "k"):
-        if count >= (size := SIZES[unit]):
-            return f"{count / size:.3g} {unit.upper()}"
-    return str(count)
 
 
 def decoder_shape(params: int | None, given: Mapping[str, int]) -> DecoderShape:

@@ -7,12 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from ampwise.errors import BadInput, UnknownName
+from ampwise.numbers.number_text import count_text
 from ampwise.train.low_bit.pure_bf16 import OPTIONS, PURE
 from ampwise.train.precision.precision import EMULATE, PRECISIONS, TrainPrecision, precision_named
 from ampwise.tune.advise.model import parse_count
 from ampwise.tune.memory.allocation_log import AllocationLog
 from ampwise.tune.memory.allocator import Fit
-from ampwise.tune.memory.decoder import DecoderShape, count_text, decoder_factory, decoder_shape
+from ampwise.tune.memory.decoder import DecoderShape, decoder_factory, decoder_shape
 from ampwise.tune.memory.device_memory import (
     DeviceMemory,
     catalog_memory,

@@ -44,6 +44,12 @@ class CodedMoments(StateOnlyOptimizer):
         super().__init__(parameters, moments)
 
 
+def _state_beside_muon(parameter: Parameter) -> dict[str, Tensor]:
+    """Return what Muon keeps of a matrix, and AdamW of the parameters that it does not take."""
+    names = ("momentum_buffer",) if parameter.dim() == 2 else ("exp_avg", "exp_avg_sq")
+    return {name: torch.empty_like(parameter) for name in names}
+
+
 # By the names that Engine takes. Adam keeps the same state as AdamW: only weight decay differs.
 CODES: dict[str, QuantizedMoments] = {
     name: QUANTIZED_OPTIMIZERS[name if name in QUANTIZED_OPTIMIZERS else name.replace("adam", "adamw")]
@@ -53,11 +59,16 @@ MAKERS: dict[str, Callable[[list[Parameter]], Optimizer]] = {
     **{name: partial(step.make_optimizer, name, fused=True) for name in step.OPTIMIZERS},
     **{name: partial(CodedMoments, coded) for name, coded in CODES.items()},
     "lion": lambda parameters: StateOnlyOptimizer(parameters, lambda each: {"exp_avg": torch.empty_like(each)}),
+    "muon": lambda parameters: StateOnlyOptimizer(parameters, _state_beside_muon),
     "adafactor": torch.optim.Adafactor,
 }
 NAMES = tuple(MAKERS)
-# Optimizers that torch lacks, and the state they are assumed to keep.
-MODELLED = {**{name: f"torchao's, {coded.text}" for name, coded in CODES.items()}, "lion": "one moment in FP32"}
+# Optimizers that torch lacks or that are used with another, and the state they are assumed to keep.
+MODELLED = {
+    **{name: f"torchao's, {coded.text}" for name, coded in CODES.items()},
+    "lion": "one moment in FP32",
+    "muon": "one moment in FP32 for each matrix, and two (AdamW's) for other parameters",
+}
 
 
 def checked_optimizer(name: str) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from ampwise.finding.html import bold, box, paragraph, table, text
 from ampwise.finding.terminal import shortened
+from ampwise.numbers.number_text import count_text
+from ampwise.report.result_view import Headline, Line, Part, ResultTable, ShownResult
 from ampwise.tune.memory.allocation_log import (
     ACTIVATIONS,
     BUCKETS,
@@ -20,7 +21,7 @@ from ampwise.tune.memory.allocation_log import (
     WORKSPACES,
 )
 from ampwise.tune.memory.allocator import Fit, MemoryUsage
-from ampwise.tune.memory.decoder import DecoderShape, count_text
+from ampwise.tune.memory.decoder import DecoderShape
 from ampwise.tune.memory.device_memory import CONTEXT, GIB, MIB, DeviceMemory
 
 KINDS = (*PER_PARAMETER, CASTS, ACTIVATIONS, INPUTS, GATHERED, REDUCED, BUCKETS, TEMPORARY, WORKSPACES)  # as shown
@@ -73,7 +74,7 @@ class Estimate(MemoryUsage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate:
+class MemoryEstimate(ShownResult):
     """Result of ``ampwise.memory``."""
 
     name: str
@@ -126,29 +127,19 @@ class MemoryEstimate:
     def __repr__(self) -> str:
         return shortened(f"<MemoryEstimate of {headline(self)}>")
 
-    def __str__(self) -> str:
-        parts = [headline(self)]
+    def _parts(self) -> Iterator[Part]:
+        """Yield the model, a table for each batch size, and what follows from them."""
+        yield Headline(headline(self), mood="info")
         for batch in self.batches:
-            rows = [(title(self, batch), *self.precisions, "basis")]
-            rows += [(line.label, *line.cells, line.basis) for line in lines(self, batch)]
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            parts.append("")
-            for label, *cells, basis in rows:
-                shown = (cell.rjust(width) for cell, width in zip(cells, widths[1:-1], strict=True))
-                parts.append("  ".join((label.ljust(widths[0]), *shown, basis)).rstrip())
-        return "\n".join([*parts, "", *verdicts(self), CAPTION, *self.notes])
-
-    def _repr_html_(self) -> str:
-        parts = [box(paragraph(bold(headline(self))), "info")]
-        for batch in self.batches:
-            rows = [
-                [bold(line.label) if line.strong else text(line.label), *map(text, line.cells), text(line.basis)]
-                for line in lines(self, batch)
-            ]
-            parts.append(table([title(self, batch), *self.precisions, "basis"], rows))
-        parts += [paragraph(text(sentence)) for sentence in verdicts(self)]
-        parts += [paragraph(text(note), soft=True) for note in (CAPTION, *self.notes)]
-        return "".join(parts)
+            shown = list(lines(self, batch))
+            yield ResultTable(
+                headings=(title(self, batch), *self.precisions, "basis"),
+                rows=[(line.label, *line.cells, line.basis) for line in shown],
+                left=(0, 1 + len(self.precisions)),
+                styles=["bold" if line.strong else "" for line in shown],
+            )
+        yield from map(Line, verdicts(self))
+        yield from (Line(note, "dim") for note in (CAPTION, *self.notes))
 
 
 class MemoryLine(NamedTuple):

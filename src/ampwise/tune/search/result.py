@@ -16,6 +16,7 @@ from torch.nn import Module
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
 from ampwise.finding.strict_json import dumps
 from ampwise.finding.terminal import shortened
+from ampwise.report.result_view import Part, ShownResult
 from ampwise.runs.files import read_json, write_atomically
 from ampwise.train.arguments import model_device
 from ampwise.train.precision.contexts import PrecisionContexts
@@ -93,7 +94,7 @@ class AppliedFormats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class SearchResult:
+class SearchResult(ShownResult):
     """The cheapest formats that pass. ``print`` shows them, with what they gain and which modules are sensitive.
 
     ``policy`` says what runs in 16 and what in 32 bits, for ``ampwise.Engine`` and ``torch.autocast``; ``narrow`` maps
@@ -254,19 +255,15 @@ class SearchResult:
             raise BadInput("its modules have formats that its list of formats lacks")
         return found
 
-    def __str__(self) -> str:
-        from ampwise.tune.search.text import found_text
+    def _parts(self) -> Iterator[Part]:
+        """Yield what is shown: the verdict first, then the numbers behind it."""
+        from ampwise.tune.search.text import result_parts
 
-        return found_text(self)
+        return result_parts(self)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} in {fmt}" for fmt, count in self.counts.items() if count)
         return shortened(f"<SearchResult for {self.name}: {counts}; error {self.error:.3g} of {self.tolerance:g}>")
-
-    def _repr_html_(self) -> str:
-        from ampwise.tune.search.text import found_html
-
-        return found_html(self)
 
 
 def _restored(data: dict[str, Any]) -> dict[str, Any]:

@@ -1,100 +1,41 @@
-"""Show the result of a search on a terminal."""
+"""What is shown of a search: its tables and sentences."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ampwise.finding import html
-from ampwise.finding.terminal import console, printable, table
+from ampwise.finding.terminal import printable
 from ampwise.report.formatting import format_bytes, format_duration, format_percent
+from ampwise.report.result_view import Headline, Line, Part, ResultTable
 from ampwise.tune.search.arrangement import WIDEST
 from ampwise.tune.search.build_result import globs, spans
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ampwise.tune.search.result import ModuleSensitivity, SearchResult
 
 MOST_ROWS = 12
 MOST_PATTERNS = 4
 FORMAT_HEADINGS = ("format", "modules", "matmuls", "which")
-SENSITIVE_HEADINGS = ("most sensitive", "class", "has", "not", "error alone")
 
 
-def found_text(found: SearchResult) -> str:
-    """Render the whole result without colour."""
-    out = console(io.StringIO())
-    with out.capture() as captured:
-        show(out, found)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def show(out: Console, found: SearchResult) -> None:
-    """Print the verdict first, then the numbers behind it."""
-    from rich.text import Text
-
-    _say(out, _headline(found), "bold")
-    out.print()
-    formats = table(FORMAT_HEADINGS[0])
-    formats.add_column(FORMAT_HEADINGS[1], justify="right")
-    formats.add_column(FORMAT_HEADINGS[2], justify="right")
-    formats.add_column(FORMAT_HEADINGS[3])
-    for row in _format_rows(found):
-        formats.add_row(*map(Text, row))  # Text: a name is not markup
-    out.print(formats)
-    out.print()
+def result_parts(found: SearchResult) -> Iterator[Part]:
+    """Yield the verdict first, then the numbers behind it."""
+    yield Headline(_headline(found), "search", "ok" if found.narrower else "warning")
+    yield ResultTable(headings=FORMAT_HEADINGS, rows=list(_format_rows(found)), left=(0, 3), names=(0, 3), wraps=(3,))
     raised = [each for each in found.ranking if each.narrower is not None]
     if raised:
-        _show_sensitive(out, raised)
-        out.print()
-    for sentence in _gain_sentences(found):
-        _say(out, sentence)
-    for sentence in _method_sentences(found):
-        _say(out, sentence, "dim")
-
-
-def _show_sensitive(out: Console, raised: Sequence[ModuleSensitivity]) -> None:
-    from rich.text import Text
-
-    sensitive = table(*SENSITIVE_HEADINGS[:-1])
-    sensitive.add_column(SENSITIVE_HEADINGS[-1], justify="right")
-    for each in raised[:MOST_ROWS]:
-        sensitive.add_row(*map(Text, _sensitive_cells(each)))
-    if len(raised) > MOST_ROWS:
-        sensitive.add_row(f"… and {len(raised) - MOST_ROWS} more")
-    out.print(sensitive)
-    for each in raised[:MOST_ROWS]:
-        for reason in each.reasons:
-            _say(out, f"{_shown_name(each.name)}: {reason}")
-
-
-def _say(out: Console, text: str, style: str = "") -> None:
-    out.print(printable(text), style=style, markup=False, soft_wrap=True)
-
-
-def found_html(found: SearchResult) -> str:
-    """Render the verdict, the formats, the sensitive modules with reasons, and the gain, for a notebook."""
-    mood = "ok" if found.narrower else "warning"
-    formats = [
-        [html.code(fmt), html.text(count), html.text(share), html.code(which) if which else ""]
-        for fmt, count, share, which in _format_rows(found)
-    ]
-    parts = [
-        html.box(html.paragraph(f"{html.badge('search', mood)} {html.bold(_headline(found))}"), mood),
-        html.table(FORMAT_HEADINGS, formats),
-    ]
-    raised = [each for each in found.ranking if each.narrower is not None]
-    if raised:
-        rows = []
-        for each in raised[:MOST_ROWS]:
-            name, *cells = _sensitive_cells(each)
-            rows.append([html.code(name), *map(html.text, cells), "<br>".join(map(html.text, each.reasons))])
-        parts.append(html.table((*SENSITIVE_HEADINGS, "why"), rows, left=4))
-    parts += [html.paragraph(html.text(sentence)) for sentence in _gain_sentences(found)]
-    parts += [html.paragraph(html.text(sentence), soft=True) for sentence in _method_sentences(found)]
-    return "".join(parts)
+        yield ResultTable(
+            headings=("most sensitive", "class", "has", "not", "error alone"),
+            rows=list(map(_sensitive_cells, raised[:MOST_ROWS])),
+            left=range(4),
+            names=(0,),
+            more=len(raised) - MOST_ROWS,
+        )
+        yield from (Line(f"{_shown_name(each.name)}: {why}") for each in raised[:MOST_ROWS] for why in each.reasons)
+        yield Line("")
+    yield from map(Line, _gain_sentences(found))
+    yield from (Line(sentence, "dim") for sentence in _method_sentences(found))
 
 
 def _headline(found: SearchResult) -> str:
@@ -174,7 +115,7 @@ def _method_sentences(found: SearchResult) -> Iterator[str]:
 
 
 def _sensitive_cells(each: ModuleSensitivity) -> tuple[str, ...]:
-    """Return the cells of SENSITIVE_HEADINGS. The error of the narrower format alone is measured, else estimated."""
+    """Return a row of the sensitive modules. The error of the narrower format alone is measured, else estimated."""
     narrower, alone = each.narrower or "", "" if each.alone is None else f"{each.alone:.2g}"
     if each.alone is None and narrower in each.estimates:
         alone = f"~{each.estimates[narrower]:.1g}"

@@ -1,0 +1,116 @@
+"""Means over the wrong values, read from the graph of a loss: over ignored positions, or over all pairs."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from torch import Tensor
+
+from ampwise.finding.call_site import CallSite
+from ampwise.trace.call_site import calling_site
+from ampwise.trace.names_in_code import FUNCTIONS, bound_names, call_name, free_names, root_name, tree_of
+from ampwise.watch.inspection import ARITHMETIC, AVERAGING, MOVING
+from ampwise.watch.learning import CountedCalls, DilutedMean, Learning
+
+__all__ = ["note_crossed_loss", "note_diluted_mean"]
+
+LONGEST = 16  # nodes
+COMPARING = tuple(f"{kind}LossBackward" for kind in ("Mse", "L1", "SmoothL1", "Huber"))
+BENDING = tuple(f"{kind}Backward" for kind in ("Pow", "Abs", "Sum", "Square", "Sqrt", "Log", "Cosh", "Clamp"))
+LEAST = 0.05  # share of ignored positions
+NONE = 0  # the value of reduction="none" in torch's loss nodes
+LOSSES = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss")
+
+
+def note_diluted_mean(loss: Tensor, facts: Learning, step: int) -> None:
+    """Note a loss that is the mean over all positions of a cross entropy, although some of them are ignored."""
+    node, has_mean = loss.grad_fn, False
+    for _ in range(LONGEST):
+        if node is None:
+            return
+        name = node.name()
+        if name.startswith("NllLoss"):
+            break
+        before: list[Any] = [each for each, _ in node.next_functions if each is not None]
+        is_mean = name.startswith("MeanBackward")
+        if len(before) != 1 or not (is_mean or name.startswith(MOVING if has_mean else ARITHMETIC + MOVING)):
+            return
+        has_mean |= is_mean
+        node = before[0]
+    target = getattr(node, "_saved_target", None)
+    if not has_mean or getattr(node, "_saved_reduction", None) != NONE or target is None or not target.is_cpu:
+        return  # on a GPU counting would sync
+    ignored = int((target == node._saved_ignore_index).sum())  # type: ignore[union-attr]
+    if ignored >= LEAST * target.numel():
+        site = _line_of_loss(calling_site())
+        mean = facts.diluted.setdefault(site, DilutedMean(step=step, positions=target.numel(), ignored=ignored))
+        mean.times += 1
+
+
+def note_crossed_loss(loss: Tensor, facts: Learning, step: int) -> None:
+    """Note a loss that is nothing but the mean over all pairs of a prediction and a target, (n, 1) against (n).
+
+    On the way from the loss back, each node has one input: what the prediction is compared with is constant.
+    """
+    node: Any = loss.grad_fn
+    compares = None  # the loss function, whose inputs are expanded before
+    for _ in range(LONGEST):
+        before = [each for each in node.next_functions if each[0] is not None]
+        if len(before) != 1:
+            return
+        made, given = _shape(node, 0), _shape(*before[0])
+        square = made is not None and len(made) == 2 and made[0] == made[1] > 1
+        if square and given in ((made[0], 1), (made[0],)):  # type: ignore[index]
+            target = getattr(compares, "_saved_target", None)
+            is_sub = node.name().startswith("Sub")
+            if is_sub or (target is not None and target.shape == made and 0 in target.stride()):
+                site = _assignment_of_loss(calling_site())
+                what = f"{given} and {(made[0], 1) if len(given) == 1 else made[:1]} to {made}"  # type: ignore[index]
+                facts.crossed.setdefault(site, CountedCalls(step=step, what=what.replace(",)", ")"))).times += 1
+            return
+        if node.name().startswith(COMPARING):
+            compares = node
+        elif not node.name().startswith((*ARITHMETIC, *MOVING, *AVERAGING, *BENDING)):
+            return
+        node = before[0][0]
+
+
+def _shape(node: Any, number: int) -> tuple[int, ...] | None:
+    """Return the shape of one of the results of a node's forward operation; None where it is not known."""
+    metadata = getattr(node, "_input_metadata", None)
+    return tuple(metadata[number].shape) if metadata else None
+
+
+def _assignment_of_loss(backward: CallSite) -> CallSite:
+    """Return the line that assigned what is called ``backward`` on: the last one before it in the same function."""
+    tree = None if backward.file is None or backward.line is None else tree_of(backward.file)
+    if tree is None or backward.line is None:
+        return backward
+    functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
+    around = [each for each in functions if each.lineno <= backward.line <= (each.end_lineno or 0)]
+    inner: ast.AST = max(around, key=lambda each: each.lineno) if around else tree
+    here = [node for node in ast.walk(inner) if isinstance(node, ast.Call) and node.lineno == backward.line]
+    names = {root_name(node.func) for node in here if call_name(node) == "backward"} - {None}
+    made = [
+        node
+        for node in ast.walk(inner)
+        if isinstance(node, ast.Assign) and node.lineno <= backward.line and bound_names(node) & names
+    ]
+    first = [node for node in made if not free_names(node) & names]  # not `loss = loss / 4`
+    return backward if not first else CallSite(file=backward.file, line=max(each.lineno for each in first))
+
+
+def _line_of_loss(backward: CallSite) -> CallSite:
+    """Return the only line of the file with an unreduced cross entropy, or else the backward pass."""
+    tree = None if backward.file is None else tree_of(backward.file)
+    if tree is None:
+        return backward
+    found = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).rpartition(".")[2] in LOSSES
+        and any(each.arg == "reduction" and ast.unparse(each.value) == "'none'" for each in node.keywords)
+    ]
+    return CallSite(file=backward.file, line=found[0]) if len(found) == 1 else backward
