@@ -48,6 +48,21 @@ def train(way):
     return counter.frame_count, counter.op_count, losses
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_precision_of_a_compiled_model_is_that_of_its_passes():
+    torch._dynamo.reset()
+    with Watch(timing=False) as watch:
+        model = nn.Linear(8, 2)
+        compiled, optimizer = torch.compile(model, backend="eager"), torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = compiled(torch.ones(4, 8)).float().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [health.precision for health in watch.healths.values()] == ["bf16"]
+
+
 @pytest.mark.half_by_day
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", ["a module", "in place", "a function"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from ampwise.trace.failure import COMPILER, FixTrial
+from ampwise.trace.failure import COMPILER
+from ampwise.trace.failure_facts import FixTrial
 from ampwise.trace.ranks import RankGroup
 from ampwise.trace.replay import Replay, ReplayResult, ReplaySettings
 

@@ -93,8 +93,11 @@ class CallTracker:
 
     def trained_by(self, model: nn.Module) -> list[TrackedOptimizer]:
         """Return the optimizers of a model's parameters."""
-        known = self._models.get(model)
-        return [] if known is None else known[1]
+        return self._numbered(model)[1]
+
+    def _numbered(self, model: nn.Module) -> tuple[int | None, list[TrackedOptimizer]]:
+        """Return the number and the optimizers of a model, or of the one that its wrapper calls."""
+        return self._models.get(model) or self._models.get(inner_model(model)) or (None, [])
 
     def region_entered(self, precision: str) -> None:
         """Note that an enabled autocast region was entered."""
@@ -122,7 +125,7 @@ class CallTracker:
             precision = gathered
         if training:
             self._fsdp_output = None if dtypes is None or dtypes.output is None else dtype_name(dtypes.output)
-        number, states = self._models.get(model, (None, []))
+        number, states = self._numbered(model)
         states = states if training else []
         other = None  # the other 16-bit format, if an earlier model ran in it
         if precision in HALVES:
@@ -162,7 +165,7 @@ class CallTracker:
 
     def last_pass_of(self, model: nn.Module) -> tuple[events.ForwardCall, list[int]] | None:
         """Return a model's last followed training pass, and the indices of the optimizers it trains for."""
-        number, states = self._models.get(model, (None, []))
+        number, states = self._numbered(model)
         passes = (each for each in reversed(self.run_events.forwards) if each.training and each.number == number)
         event = None if number is None else next(passes, None)
         return None if event is None else (event, [state.index for state in states])
