@@ -150,6 +150,22 @@ def test_custom_functions():
 
 
 @claim(
+    "The loss is computed in FP16.",
+    verdict="false",
+    truth="It is one number, and FP32 for it costs nothing. Near 10 an FP16 loss moves in steps of 0.008, and the "
+    "first gradient that goes through it is the loss scale: 65536 is inf in FP16. CUDA's autocast computes "
+    "`cross_entropy` in FP32.",
+)
+def test_a_loss_in_fp16(cuda):
+    assert torch.tensor([10.0, 10.003]).half().unique().numel() == 1
+    assert torch.tensor(10.008).half() > 10
+    loss = torch.ones((), dtype=FP16, requires_grad=True)
+    (loss * torch.tensor(65536.0)).backward()
+    assert loss.grad.isinf()
+    assert cuda["cross_entropy"] == "float32"
+
+
+@claim(
     "Validation has to run under autocast, too.",
     verdict="depends",
     truth="Not to be right: weights are FP32, and without autocast the outputs are nearer to those of FP64. It is "

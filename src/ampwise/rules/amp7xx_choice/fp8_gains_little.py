@@ -43,9 +43,10 @@ def check_choice(choice: PrecisionChoice) -> Findings:
             "FP8 against BF16, both compiled",
         ),
     }
-    if choice.proposes("fp8-doubles"):
+    asked_about = choice.proposes("fp8-doubles", "fp8-trains-4x")
+    if asked_about:
         first = "Measure first: FP8 against compiled BF16, on a device that has both."
-        fact = f"2x is the ratio of the peaks, not of whole steps; {MEASURED}"
+        fact = f"2x is the ratio of the peaks (4x counts sparsity), not of whole steps; {MEASURED}"
         yield choice.finding("no", RULE, fact, **option, do=None if choice.half == "bf16" else first)
     if choice.want != "fp8" or not choice.target.has("fp8") or choice.target.kind != "cuda":
         return
@@ -55,6 +56,6 @@ def check_choice(choice: PrecisionChoice) -> Findings:
     elif model.parameters is not None and model.parameters < SMALLEST:
         fact = f"{model.size} parameters are too few for FP8: measuring and casting cost what the matmuls gain"
         yield choice.finding("no", RULE, f"{fact}; {MEASURED}", **option, refuses="fp8")
-    elif not choice.proposes("fp8-doubles"):
+    elif not asked_about:
         do = "Get BF16 running first, compiled: it is the baseline for FP8." if model.parameters else None
         yield choice.finding("careful", RULE, f"FP8 gains less than its peak suggests; {MEASURED}", **option, do=do)
