@@ -4,16 +4,20 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ampwise.errors import MissingDependency
 from ampwise.finding.strict_json import dumps
 from ampwise.runs.rows import StepRow
 from ampwise.runs.sinks import requested_sinks
+from ampwise.runs.sinks.metrics import METRICS, PREFIX, dashboard
 from ampwise.runs.sinks.sink_context import SinkContext
 
 from ...night import by_night
@@ -136,9 +140,18 @@ def test_tensorboard_reads_back_what_was_sent(tmp_path):
     for folder in ("runs/first.tensorboard", "logs/mine"):
         events = EventAccumulator(folder).Reload()
         read[folder] = {tag: [[e.step, e.value] for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+    (config,) = events.Tensors(metadata.CONFIG_SUMMARY_TAG)
+    layout = layout_pb2.Layout.FromString(config.tensor_proto.string_val[0])
+    read["charts"] = [[chart.title, list(chart.multiline.tag)] for each in layout.category for chart in each.chart]
     answer(read)
     """
     read = run("tensorboard", code, tmp_path)
+    drawn = [pattern for _, patterns in read.pop("charts") for pattern in patterns]
+    names = [PREFIX + metric.name for metric in METRICS]
+    found = [[name for name in names if re.search(pattern, name)] for pattern in drawn]
+    assert found == [[name] for name in dashboard_names()]
+    assert sorted(dashboard_names()) == sorted(names)
     for scalars in read.values():
         assert set(scalars) == set(SENT)
         for name, values in SENT.items():
@@ -148,7 +161,29 @@ def test_tensorboard_reads_back_what_was_sent(tmp_path):
             assert got[-1] == pytest.approx(values[-1], rel=1e-6)  # single precision
 
 
+def dashboard_names():
+    return [name for charts in dashboard().values() for names in charts.values() for name in names]
+
+
 # Weights & Biases
+
+
+def test_the_workspace_has_every_metric(monkeypatch):
+    from ampwise.runs.sinks.kinds.wandb import workspace
+
+    if importlib.util.find_spec("wandb_workspaces") is None:
+        with pytest.raises(MissingDependency, match="pip install wandb-workspaces"):
+            workspace("team", "project")
+    stand_in = SimpleNamespace(Section=dict, LinePlot=dict, Workspace=dict)  # as its documentation says
+    package = SimpleNamespace(workspaces=stand_in, reports=SimpleNamespace(v2=stand_in))
+    modules = {"": package, ".workspaces": stand_in, ".reports": package.reports, ".reports.v2": stand_in}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"wandb_workspaces{name}", module)
+    made = workspace("team", "project")
+    panels = [panel for section in made["sections"] for panel in section["panels"]]
+    assert [name for panel in panels for name in panel["y"]] == dashboard_names()
+    assert {panel["x"] for panel in panels} == {"ampwise/step"}
+    assert (made["entity"], made["project"]) == ("team", "project")
 
 
 # A file of W&B's is seven bytes and then a log as LevelDB has it: blocks of 32 KiB, each of parts that begin with a

@@ -25,7 +25,46 @@ class MetricsRow:
     metrics: Mapping[str, float]
 
 
+class Metric(NamedTuple):
+    """Definition of a metric."""
+
+    name: str  # after "ampwise/"; for further optimizers, after "ampwise/optimizer1/"
+    what: str
+    unit: str
+    section: str  # of a dashboard
+    chart: str  # in that section, perhaps with others
+
+
+METRICS = (
+    Metric("loss", "loss of the step, unscaled", "as the loss", "training", "loss"),
+    Metric("loss_scale", "loss scale of the step", "factor", "precision", "loss scale"),
+    Metric("grad_norm", "norm of all gradients, unscaled, before clipping", "L2 norm", "training", "gradient norm"),
+    Metric("skipped", "whether the step was skipped", "0 or 1", "precision", "skipped steps"),
+    Metric("lr", "the learning rate of the first parameter group", "factor", "training", "learning rate"),
+    Metric("skip_rate", f"skipped steps among the last {SKIP_RATE_STEPS}", "share", "precision", "skipped steps"),
+    Metric(
+        "underflow_share", "gradient values that FP16 set to zero, at least", "share", "precision", "underflow in FP16"
+    ),
+    Metric("findings/errors", "findings so far that are errors", "count", "findings", "findings"),
+    Metric("findings/warnings", "findings so far that are warnings", "count", "findings", "findings"),
+    Metric("findings/info", "findings so far that are advice", "count", "findings", "findings"),
+    Metric("events/errors", "events so far that are errors, such as a lost rank", "count", "findings", "events"),
+    Metric("events/warnings", "events so far that are warnings, such as a rollback", "count", "findings", "events"),
+    Metric("events/info", "events so far that need no action", "count", "findings", "events"),
+)
 COUNTED = {"errors": "error", "warnings": "warning", "info": "info"}  # names of metrics: severities and levels
+
+
+def dashboard() -> dict[str, dict[str, list[str]]]:
+    """Return the sections of a dashboard, their charts, and the full names of the metrics in each.
+
+    >>> dashboard()["precision"]["skipped steps"]
+    ['ampwise/skipped', 'ampwise/skip_rate']
+    """
+    sections: dict[str, dict[str, list[str]]] = {}
+    for metric in METRICS:
+        sections.setdefault(metric.section, {}).setdefault(metric.chart, []).append(PREFIX + metric.name)
+    return sections
 
 
 class TimedEvent(NamedTuple):

@@ -1,14 +1,17 @@
 """TensorBoard event files. The target is their folder; without a target, RUN.tensorboard, which is overwritten.
 
-Values are stored in single precision; inf and NaN are kept.
+Values are stored in single precision; inf and NaN are kept. A layout arranges them in the tab "Custom scalars".
 """
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from ampwise.runs.sinks.metrics import MetricsRow
+from ampwise.runs.sinks.metrics import MetricsRow, dashboard
 from ampwise.runs.sinks.sink_context import Send, SinkContext, why_folder_not_writable
 
 PACKAGE = "tensorboard"
@@ -18,6 +21,8 @@ SUFFIX = "tensorboard"
 def load() -> None:
     import tensorboard.compat.proto.event_pb2
     import tensorboard.compat.proto.summary_pb2
+    import tensorboard.plugins.custom_scalar.layout_pb2
+    import tensorboard.plugins.custom_scalar.metadata
     import tensorboard.summary.writer.event_file_writer  # noqa: F401
 
 
@@ -36,6 +41,7 @@ def open_sink(about: SinkContext) -> Iterator[Send]:
         for path in folder.glob("events.out.tfevents.*"):
             path.unlink()
     writer = EventFileWriter(str(about.target if _is_bucket(about) else folder))
+    writer.add_event(Event(wall_time=time.time(), summary=_layout()))
 
     def send(rows: Sequence[MetricsRow]) -> None:
         for row in rows:
@@ -47,6 +53,25 @@ def open_sink(about: SinkContext) -> Iterator[Send]:
         yield send
     finally:
         writer.close()
+
+
+def _layout() -> Any:
+    """Return the charts of the tab "Custom scalars" as a summary."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.plugins.custom_scalar import metadata
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Chart, Layout, MultilineChartContent
+
+    categories = []
+    for section, charts in dashboard().items():
+        shown = [
+            Chart(title=title, multiline=MultilineChartContent(tag=[f"^{re.escape(name)}$" for name in names]))
+            for title, names in charts.items()
+        ]
+        categories.append(Category(title=f"ampwise: {section}", chart=shown))
+    layout = TensorProto(dtype="DT_STRING", string_val=[Layout(category=categories).SerializeToString()])
+    about_it = metadata.create_summary_metadata()
+    return Summary(value=[Summary.Value(tag=metadata.CONFIG_SUMMARY_TAG, metadata=about_it, tensor=layout)])
 
 
 def _is_bucket(about: SinkContext) -> bool:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ampwise.runs.sinks.metrics import PREFIX, STEP, MetricsRow
+from ampwise.errors import MissingDependency
+from ampwise.runs.sinks.metrics import PREFIX, STEP, MetricsRow, dashboard
 from ampwise.runs.sinks.sink_context import Send, SinkContext
 
 PACKAGE = "wandb"
@@ -66,6 +67,24 @@ def _with_axis(run: Any) -> Any:
     run.define_metric(STEP, hidden=True)
     run.define_metric(f"{PREFIX}*", step_metric=STEP)
     return run
+
+
+def workspace(entity: str, project: str, name: str = "ampwise") -> Any:
+    """Return a workspace with the charts of a dashboard, whose ``save()`` creates it; it needs wandb-workspaces."""
+    try:
+        import wandb_workspaces.reports.v2 as reports
+        import wandb_workspaces.workspaces as workspaces
+    except ModuleNotFoundError as error:
+        raise MissingDependency("workspace() needs wandb-workspaces: pip install wandb-workspaces") from error
+    sections = [
+        workspaces.Section(
+            name=section,
+            panels=[reports.LinePlot(title=title, x=STEP, y=names) for title, names in charts.items()],
+            is_open=True,
+        )
+        for section, charts in dashboard().items()
+    ]
+    return workspaces.Workspace(entity=entity, project=project, name=name, sections=sections)
 
 
 def _mode() -> Any:
