@@ -303,7 +303,7 @@ CLAIMS: tuple[Claim, ...] = (
         costs={
             "FP8": "8 % less memory for a GPT of width 4096, measured on one H200",
             "an 8-bit optimizer": "saves 6 of Adam's 8 bytes per parameter",
-            "FSDP over n ranks": "divides the state by n, for communication between ranks",
+            "FSDP over n ranks": "divides the state by n",
         },
         show=("{choice.memory_command}", "state, activations and casted copies, in every precision"),
     ),
