@@ -411,10 +411,10 @@ Stop when you are about to:
   current scale, which {run_run} counts ({gradient_underflow});
 - cast a whole model to half to save memory ({pure_bf16_plain_optimizer}, {half_params_with_scaler}): updates get lost
   ({lost_updates}) unless the rounding keeps them, as {engine_pure} does; {run_memory} shows what would shrink;
-- promise a speedup, or halved memory, without {run_bench} or {run_memory};
+- promise a speedup or halved memory without {run_bench} or {run_memory};
 - leave accumulation, clipping, the scheduler or several ranks for later ({simplified_step}): each breaks silently;
-  {run_check} finds these mistakes;
-- call something fixed because it no longer raises: say which command was run, and what it reported.
+  {run_check} finds it;
+- call something fixed because it no longer raises: name the command and its output.
 
 ## Excuses, and what to answer
 
