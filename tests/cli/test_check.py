@@ -102,7 +102,9 @@ def test_the_collector_rests_only_during_a_check(check, write, monkeypatch):
 
 def test_clean(check, write):
     write(a="x = 1\n")
-    assert check() == (0, "All checks passed!\n", "")
+    assert check() == (0, "All checks passed: 1 file, none with mixed precision.\n", "")
+    write(a="x = 1\n", b="y = 2\n", c="import torch\nwith torch.autocast('cuda'):\n    pass\n")
+    assert check() == (0, "All checks passed: 3 files, 1 with mixed precision.\n", "")
 
 
 def test_findings_are_reported_and_exit_with_1(check, write):
@@ -217,7 +219,7 @@ def test_fix_writes_and_counts(check, write):
     assert (folder / "b.py").read_text() == "good()"
     code, out, _ = check("--fix", "--unsafe-fixes", "--ignore", "AMP201")
     assert (code, out) == (0, "Found 1 finding (1 fixed, 0 remaining).\n")
-    assert check("--fix", "--ignore", "AMP201")[:2] == (0, "All checks passed!\n")
+    assert check("--fix", "--ignore", "AMP201")[:2] == (0, "All checks passed: 2 files, none with mixed precision.\n")
 
 
 def test_fix_with_json_prints_json_alone(check, write):
@@ -521,7 +523,7 @@ def test_watch_checks_again_when_a_file_changes(tmp_path):
 
     assert "train.py:2:10: AMP310" in until("watching 1 file; Ctrl-C ends")
     script.write_text("import torch\n")
-    assert "All checks passed!" in (said := until("watching 1 file"))
+    assert "All checks passed: 1 file, none with mixed precision." in (said := until("watching 1 file"))
     assert said.startswith("ampwise: train.py changed at ")
     (tmp_path / "new.py").write_text("import torch\nscaler = torch.cuda.amp.GradScaler()\n")
     assert "new.py:2:10: AMP310" in until("watching 2 files")

@@ -237,6 +237,20 @@ def test_an_unscale_that_comes_late_is_to_be_moved():
     assert finding.fix == "Move the `unscale_` of line 25 to before the clip; a second one would raise an error."
 
 
+def some_optimized(choice):
+    optimizer = f"optimizer = torch.optim.SGD({choice}, lr=0.1)\n"
+    return script(optimizer + in_step("clip_grad_norm_(model.parameters(), 0.1)"))
+
+
+def test_no_unscale_for_an_optimizer_of_only_some_of_the_clipped_parameters(tmp_path):
+    """It would unscale those alone, and the clip would compare them with the others, scaled and never cleared."""
+    before = some_optimized("[p for name, p in model.named_parameters() if name != 'bias']")
+    (finding,) = findings(before)
+    assert "clip only what the optimizer of line 21 has" in finding.fix
+    assert fixed(before, tmp_path, "--unsafe-fixes") == before
+    assert fixed(some_optimized("[p for p in model.parameters() if p.requires_grad]"), tmp_path) != before
+
+
 def test_a_fix_that_needs_another_one_is_not_made_alone(tmp_path, capsys):
     """Scaling the loss is right, and makes the clip wrong: both are left, rather than half of it."""
     before = script(

@@ -36,6 +36,16 @@ SHARES_PER_JOB = 4  # more than one, so that no process waits long for the last
 DEBUG = "AMPWISE_DEBUG"
 # A script that runs the training step itself contains one of these; with a framework, none.
 TRAINER_WORDS = (b"loss.backward(", b"loss).backward(", b".scale(", b"GradScaler(", b"unscale_(")
+MIXED_PRECISION = (
+    b"autocast",
+    b"GradScaler",
+    b"float16",
+    b".half(",
+    b"torch.half",
+    b"fp16",
+    b"bf16",
+    b"MixedPrecision",
+)
 
 
 @dataclass(slots=True)
@@ -53,6 +63,7 @@ class CheckReport:
     limits: list[str] = field(default_factory=list)
     partly: list[str] = field(default_factory=list)
     files_checked: int = 0
+    mixed_precision: int = 0  # files that mention it
     excluded: int = 0
 
     def add(self, other: CheckReport) -> None:
@@ -63,6 +74,7 @@ class CheckReport:
         self.limits += other.limits
         self.partly += other.partly
         self.files_checked += other.files_checked
+        self.mixed_precision += other.mixed_precision
         self.excluded += other.excluded
 
 
@@ -138,7 +150,9 @@ def check_paths(
 def check_text(text: str, path: str, choice: RuleSelection) -> tuple[CheckReport, CheckTask]:
     """Check a text that is not on disk, under the name ``path``."""
     task = CheckTask((path,), {path: choice.codes(path)}, {path: text})
-    return check_texts(task), task
+    report = check_texts(task)
+    report.mixed_precision += any(map(text.encode(errors="replace").__contains__, MIXED_PRECISION))
+    return report, task
 
 
 def check_texts(task: CheckTask) -> CheckReport:
@@ -162,6 +176,7 @@ def _candidates(files: Sequence[str], report: CheckReport) -> tuple[dict[str, in
             report.unreadable.append(error)
             continue
         sizes[path] = len(data)
+        report.mixed_precision += any(map(data.__contains__, MIXED_PRECISION))
         possible[path] = frozenset([rule.RULE.code for rule in matching_rules(data, rules)])
         if possible[path] and any(map(data.__contains__, TRAINER_WORDS)):
             trainers.append(path)  # files that it imports may do a part of its step

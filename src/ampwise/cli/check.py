@@ -59,7 +59,7 @@ from typing import TYPE_CHECKING
 
 from ampwise.cli._arguments import count
 from ampwise.errors import AmpwiseError, BadInput
-from ampwise.finding.terminal import flush, printable, redraw, say, wants_colour, write, write_exact
+from ampwise.finding.terminal import flush, paint, printable, redraw, say, wants_colour, write, write_exact
 from ampwise.report.printers import VARIABLE, add_output_arguments, known_output_format, output_format, print_findings
 
 if TYPE_CHECKING:
@@ -246,6 +246,8 @@ def _print_report(
             from ampwise.report.printers.summary import render_statistics
 
             write(render_statistics(report.findings, args.output_format, wants_colour(stream)), stream)
+        elif for_people and not left:
+            write(f"{paint(_all_passed(report), 'ok', wants_colour(stream))}\n", stream)
         else:
             print_findings(
                 report.findings, args.output_format, stream, texts=texts, notes=[*report.notes, *report.limits]
@@ -261,6 +263,12 @@ def _print_report(
             lines += f"{missed}.\n" if left or fixed else f"No findings, but {missed}.\n"
         write(lines, stream)
     return _exit_code(args, report, bool(left))
+
+
+def _all_passed(report: CheckReport) -> str:
+    """Say how much was looked at: without mixed precision, that nothing was found says little."""
+    files = f"{report.files_checked} file{'s' if report.files_checked > 1 else ''}"
+    return f"All checks passed: {files}, {report.mixed_precision or 'none'} with mixed precision."
 
 
 def _missed(args: argparse.Namespace, report: CheckReport) -> str:

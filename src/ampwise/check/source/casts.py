@@ -20,7 +20,9 @@ from ampwise.check.source.walk import CodeSite
 CHAINED = frozenset(
     ("to", "cuda", "cpu", "half", "bfloat16", "float", "double", "type", "train", "eval", "requires_grad_")
 ) | {"share_memory"}
-WRAPPERS = LazyPattern(r"(DataParallel|DistributedDataParallel|FullyShardedDataParallel|DDP|FSDP|torch\.compile)$")
+WRAPPERS = LazyPattern(
+    r"(DataParallel|DistributedDataParallel|FullyShardedDataParallel|DDP|FSDP|torch\.compile|fsdp\.wrap\.wrap)$"
+)
 CASTS = {"half": FP16, "bfloat16": BF16, "float": FP32, "double": "float64"}
 TENSOR_TYPES = {"HalfTensor": FP16, "BFloat16Tensor": BF16, "FloatTensor": FP32}
 # A function that we cannot see, and that casts what it gets, by its name.

@@ -141,6 +141,9 @@ def _saved_checkpoints(code: SourceFile) -> list[SavedCheckpoint]:
                 contents = reader.of(part.value, frame, part.lineno)
                 if reader.display[0] is not None and reader.display[0] not in read:
                     add(reader, reader.display[0], frame, contents, None)
+    made = [node for node in found if node in read and isinstance(node, ast.Call)]
+    for node in [call for call in made if SAVES_CLASS.search(name_of(call.func))]:
+        del found[node]  # snapshot = Snapshot(model, optimizer), which is saved later: once, at the save
     for each in found.values():
         if each.display in completed:
             each.contents = together([each.contents, THE_SCALER])

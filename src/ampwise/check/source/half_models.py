@@ -21,7 +21,8 @@ from ampwise.check.source.events import EventContext, EventKind, SourceEvent
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
-from ampwise.check.source.names import last_name, method_called
+from ampwise.check.source.modes import dtype_in
+from ampwise.check.source.names import arguments_given, last_name, method_called
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.project import SourceFile
 from ampwise.check.source.relevance import Words, says
@@ -59,6 +60,7 @@ GROUPS = LazyPattern(r"param|group|^(filter|list|tuple|chain|iter|sorted|itertoo
 COPIES = frozenset(("clone", "float", "to", "copy", "deepcopy", "detach"))
 DISPLAYS = (ast.List, ast.Tuple, ast.Dict, ast.ListComp, ast.GeneratorExp, ast.BinOp)
 MOST_FOLLOWED_CALLS = 40
+POLICIES = ("MixedPrecision", "MixedPrecisionPolicy")  # of FSDP
 DEEPEST = 6  # names and calls between an optimizer and the module whose parameters it gets
 
 
@@ -155,6 +157,26 @@ def half_by_default(code: SourceFile) -> list[Cast]:
     return found
 
 
+def sharded_in(code: SourceFile, dtype: str) -> Iterator[tuple[ast.expr, Conditions, Frame]]:
+    """Yield FSDP's policies that gather weights in a half dtype, by constructor or by the usual name of one."""
+    text, usual = code.script.text, {FP16: "fpSixteen", BF16: "bfSixteen"}[dtype]
+    if not ("MixedPrecision" in text or usual in text):
+        return
+    for call in code.nodes(ast.Call):
+        frame = code.frame(code.function_at(call))
+        given = argument_of(call, "param_dtype", 0)
+        if given is not None and (frame.qualified(call.func) or "").rpartition(".")[2] in POLICIES:
+            for case in cases_of(frame, given):
+                if dtype_in(case) == dtype:
+                    together = [joined(case.given, reached) for reached in conditions_at(frame, call)]
+                    yield from [(call, both, frame) for both in together if both is not None]
+    names: list[ast.expr] = [*code.nodes(ast.Attribute), *code.nodes(ast.Name)]
+    for name in names if usual in text else ():
+        if last_name(name) == usual:
+            frame = code.frame(code.function_at(name))
+            yield from [(name, given, frame) for given in conditions_at(frame, name)]
+
+
 @functools.lru_cache(maxsize=4)  # several rules use it for one file
 def trained_half_models(code: SourceFile) -> list[TrainedHalfModel]:
     """Return the half models that are trained: an optimizer gets their parameters, and a backward follows the cast."""
@@ -232,6 +254,8 @@ def _aliases(node: ast.expr, frame: Frame) -> Iterator[tuple[ast.expr, Frame, Co
             else:
                 yield part, home, given
                 inner = moved(part, home)
+            if callee is not None and callee[0].name == "__init__":  # Wrapper(student) has its parameters
+                pending += [(word, home, given) for word in arguments_given(part) if isinstance(word, ast.Name)]
             if inner is not None and (not is_cast or isinstance(statement, ast.Assign)):
                 pending.append((inner, home, given))
         else:

@@ -26,6 +26,7 @@ from ampwise.check.source.torch_names import (
 from ampwise.check.source.tree_walk import walk
 
 SAVES_CLASS = LazyPattern(r"Checkpoint|Saver$|Snapshot")
+A_SAVER = LazyPattern(r"save|saving|ckpt|checkpoint|snapshot|dump|store|write|backup|persist", re.IGNORECASE)
 SAVES_ITSELF = LazyPattern(r"^save(_(checkpoint|ckpt|state|snapshot))?$")
 TRAINS_ITSELF = LazyPattern(
     r"Trainer|Engine|Accelerator|Fabric|Learner|Runner|Solver|Estimator|initialize|DDP|Parallel"
@@ -115,6 +116,8 @@ class SavedValueReader:
             # def save(optimizer, path): torch.save(optimizer.state_dict(), path)
             node = self.owner[0]
             while isinstance(node, ast.Name) and node.id in frame.arguments and frame.caller and frame.call:
+                if not A_SAVER.search(frame.function.name):
+                    break  # evaluate(model, optimizer), which saves among other things
                 node, call, frame = frame.arguments[node.id], frame.call, frame.caller
         return call, frame
 

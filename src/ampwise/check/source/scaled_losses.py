@@ -65,9 +65,12 @@ def _scales_a_loss(node: ast.AST) -> bool:
 
 def _names_in(node: ast.expr) -> Iterator[str]:
     """Yield the names in an expression, and the keys it looks up; not other strings, such as a table of options."""
+    calls = [part for part in walk(node) if isinstance(part, ast.Call) and "loss" not in ast.unparse(part).lower()]
+    # compute_logits(images, texts, scale): not of a loss
+    of_others = {part for call in calls if isinstance(call.func, ast.Name) for part in call.args}
     for part in walk(node):
         if isinstance(part, ast.Name):
-            yield part.id
+            yield from () if part in of_others and part.id == "scale" else (part.id,)
         elif isinstance(part, ast.Attribute):
             yield part.attr
         elif isinstance(part, ast.Subscript) and isinstance(part.slice, ast.Constant):

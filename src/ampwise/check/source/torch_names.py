@@ -94,7 +94,7 @@ OPTIMIZER_NAME = LazyPattern(r"optim|(^|_)opti?s?(_|\d|$)|^opt[A-Z]\w?$|^(sgd|ad
 FLAG_NAME = LazyPattern(r"^(use|using|has|is|with|save|enable|should)_", re.IGNORECASE)  # use_scaler, save_optimizer
 MODEL_NAME = LazyPattern(
     r"(^|_)(model|net|network|unet|vae|gpt|bert|vit|resnet|backbone|encoder|decoder|generator|discriminator|critic|"
-    r"classifier|transformer|student|teacher|ddp|engine|gen|disc|actor|policy|net[dg])\w{0,2}(_|\d|$)",
+    r"classifier|(p|dp|sub|base)model|transformer|student|teacher|ddp|engine|gen|disc|actor|policy|net[dg])\w{0,2}(_|\d|$)",
     re.IGNORECASE,
 )
 NOT_A_GRAD_SCALER = LazyPattern(r"(Standard|MinMax|Robust|MaxAbs|Label|Feature|Data|Input|Target)Scaler$|sklearn")

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from ampwise.check.source.end_block import end_block_before
 from ampwise.check.source.guards import guards_of
-from ampwise.check.source.names import method_called
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.names import last_name, method_called
 from ampwise.check.source.precision import argument_of, autocast_of
 from ampwise.check.source.statement_order import LOOPS, SCOPES
 from ampwise.check.source.torch_names import AUTOCASTS
@@ -32,10 +33,12 @@ RULE = Rule(
     good='with torch.autocast("cuda"):\n    loss = loss_fn(model(x), y)\nscaler.scale(loss).backward()',
     fixable="sometimes",
 )
-NEEDS = (("autocast", "amp", "ixed"), (".backward(",))
+NEEDS = (("autocast", "amp", "ixed"), (".backward(", "scaler("))
 
 BACKWARDS = ("backward", "scaled backward")
 PURE_CONTEXTS = {*AUTOCASTS, "contextlib.nullcontext", "contextlib.suppress"}
+# timm's NativeScaler and its copies: loss_scaler(loss, optimizer, parameters=model.parameters())
+RUNS_BACKWARD = LazyPattern(r"^(loss|grad|amp)_?scaler$")
 
 
 def check_source(code: SourceFile) -> Findings:
@@ -56,6 +59,17 @@ def check_source(code: SourceFile) -> Findings:
                 edits=edits,
                 safe=is_safe,
             )
+
+    for site in code.calls:
+        autocast, call = site.context.autocast, site.call
+        if autocast is None or not autocast.known or autocast.enabled is not True or call in seen:
+            continue
+        is_scaler = RUNS_BACKWARD.search(last_name(call.func)) and argument_of(call, "parameters") is not None
+        if is_scaler and len(call.args) > 1 and site.context.frame.callee(call) is None:
+            seen.add(call)
+            place = code.script.place(call)
+            where = autocast.spot(place)
+            yield RULE.at(place, f"this call runs the backward, inside the autocast region of {where}")
 
 
 def _is_off(event: SourceEvent, autocast: AutocastContext) -> bool:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from ampwise.check.source.cases import Known, Option, cases_of
 from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.line_references import spot
 from ampwise.check.source.names import dotted_text, last_name, method_called
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.statement_order import (
@@ -77,9 +78,16 @@ def check_source(code: SourceFile) -> Findings:
                 fix = f"Move the clip to the step in {step.spot(clip)}, after `unscale_`: it runs in every micro-batch."
             else:
                 first[step] = clip
-                edits, doubt = _unscale_first(clip, scaled, step, region, code)
+                partial = _partial_optimizer(clip, step)
+                if partial is None:
+                    edits, doubt = _unscale_first(clip, scaled, step, region, code)
                 fix = f"{RULE.fix} Not a safe fix: {doubt}." if doubt else RULE.fix
-                if not edits and any(guard not in clip.context.guards for guard in step.context.guards):
+                if partial is not None:
+                    fix = (
+                        f"Call `scaler.unscale_(optimizer)`, and clip only what the optimizer of {partial} has: it "
+                        "neither unscales nor clears the gradients of the other parameters."
+                    )
+                elif not edits and any(guard not in clip.context.guards for guard in step.context.guards):
                     fix = f"{RULE.fix} Only where the step in {step.spot(clip)} runs, too: under the same condition."
             yield RULE.at(
                 clip.place,
@@ -153,6 +161,24 @@ def _unscale_first(
     if doubt is None and not is_certainly_grad_scaler(step, code):
         doubt = "it is unclear whether the scaler is always a GradScaler"
     return (edit,), doubt
+
+
+def _partial_optimizer(clip: SourceEvent, step: SourceEvent) -> str | None:
+    """Return the line that gives the optimizer a choice of the parameters, if the clip gets all of a model's."""
+    clipped = argument_of(clip.node, "parameters", 0) if isinstance(clip.node, ast.Call) else None
+    if clipped is None or not isinstance(step.node, ast.Call) or not step.node.args:
+        return None
+    if not all(method_called(value) == "parameters" for value, _ in clip.frame.values(clipped)):
+        return None
+    for made, home in step.frame.values(step.node.args[0]):
+        given = argument_of(made, "params", 0) if isinstance(made, ast.Call) else None
+        values = home.values(given) if given is not None else []
+        # Two choices may make up the whole: weights with decay, and those without.
+        if made is not None and len(values) == 1 and isinstance(values[0].node, ast.ListComp | ast.GeneratorExp):
+            tests = [ast.unparse(test) for part in values[0].node.generators for test in part.ifs]
+            if any("requires_grad" not in test and "is not None" not in test for test in tests):
+                return spot(made, home, clip.place)
+    return None
 
 
 def _doubt(between: StatementRange, moments: list[Moment], step: SourceEvent, region: Region) -> str | None:

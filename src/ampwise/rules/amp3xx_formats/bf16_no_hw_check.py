@@ -6,10 +6,10 @@ import re
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.cases import ALWAYS, FALSE, Limit, conditions_at, joined
-from ampwise.check.source.half_models import half_optimizers
+from ampwise.check.source.half_models import half_optimizers, sharded_in
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.modes import Autocast, entered_by, is_off_gpu
-from ampwise.check.source.names import dotted_text, last_name, method_called
+from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
 from ampwise.check.source.precision import AutocastContext, argument_of
 from ampwise.check.source.torch_names import BF16, SPELLINGS
 from ampwise.check.source.tree_walk import walk
@@ -55,6 +55,7 @@ CHECKS_HARDWARE = LazyPattern(
 NOT_CUDA = ("cpu", "mps", "xla", "hpu")  # not CUDA devices
 LAST_WORD = LazyPattern(r"(\w+)\W*$")
 CALLED = LazyPattern(r"\(")
+ABOUT_DTYPE = LazyPattern(r"dtype|precision|bf16|bfloat16|amp|half", re.IGNORECASE)
 ABOUT_BF16 = LazyPattern(r"bf16|bfloat16", re.IGNORECASE)
 CHECKS_BF16 = LazyPattern(r"bf16_support|is_bf16|bfloat16_support")
 FOLLOW = 3  # names
@@ -89,8 +90,20 @@ def check_source(code: SourceFile) -> Findings:
     for pair in half_optimizers(code, BF16) if "cuda" in code.script.text else ():
         model = pair.model
         if model.context.frame.outline is code.outline and _is_default(model.given, code):
-            yield RULE.at(model.place, "this file does not check that the GPU has BF16, the dtype of these weights")
+            place = code.script.place(_names_bf16(model.node))
+            yield RULE.at(place, "this file does not check that the GPU has BF16, the dtype of these weights")
             return
+    for node, given, _ in sharded_in(code, BF16) if "cuda" in code.script.text else ():
+        if _is_default(given, code) and not any(map(ABOUT_DTYPE.search, given)):  # else someone asks for it
+            place = code.script.place(node)
+            yield RULE.at(place, "this file does not check that the GPU has BF16, in which FSDP gathers these weights")
+            return
+
+
+def _names_bf16(cast: ast.Call) -> ast.expr:
+    """Return the argument that makes a cast BF16, on a line of its own in `from_pretrained(...)`; or the cast."""
+    given = [part for part in arguments_given(cast) if ABOUT_BF16.search(ast.unparse(part))]
+    return given[0] if len(given) == 1 else cast
 
 
 def _asks_hardware(code: SourceFile) -> bool:

@@ -3,17 +3,15 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.check.source.cases import cases_of, conditions_at, denies, joined
+from ampwise.check.source.cases import conditions_at, denies, joined
 from ampwise.check.source.events import EventKind
-from ampwise.check.source.half_models import half_by_default, half_models_run, half_optimizers
+from ampwise.check.source.half_models import half_by_default, half_models_run, half_optimizers, sharded_in
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
-from ampwise.check.source.modes import NONE, OFF, dtype_in, modes_of
+from ampwise.check.source.modes import NONE, OFF, modes_of
 from ampwise.check.source.names import arguments_given, last_name
-from ampwise.check.source.precision import argument_of
 from ampwise.check.source.scaled_losses import may_be_scaled
 from ampwise.check.source.torch_names import FP16, NOT_A_GRAD_SCALER, SCALER
 from ampwise.finding import Findings, Rule, Severity
@@ -46,7 +44,6 @@ RULE = Rule(
 NEEDS = (("autocast", ".half(", "float16", "torch.half", "HalfTensor", "fp16", "fpSixteen", "_half("), (".backward(",))
 
 ABOUT_DTYPE = LazyPattern(r"dtype|precision|float|bf16", re.IGNORECASE)
-POLICIES = ("MixedPrecision", "MixedPrecisionPolicy")  # of FSDP
 
 
 def check_source(code: SourceFile) -> Findings:
@@ -85,7 +82,8 @@ def _half_weights(code: SourceFile, reported: set[ast.AST]) -> Findings:
     """Yield plain backwards of models whose weights are FP16: cast, made so by default, or sharded so by FSDP."""
     everywhere: list[tuple[ast.expr, Conditions, Frame]]
     everywhere = [(one.node, one.given, one.site.context.frame) for one in half_by_default(code) if one.dtype == FP16]
-    everywhere += _sharded_in_fp16(code)
+    named = [*code.nodes(ast.Attribute), *code.nodes(ast.Name)]
+    everywhere += [] if any("caler" in last_name(name) for name in named) else sharded_in(code, FP16)
     pairs = half_optimizers(code, FP16)
     for region in code.visible_regions:
         steps = region.events_of(EventKind.OPTIMIZER_STEP)
@@ -109,25 +107,6 @@ def _stepped(region: Region) -> list[SourceEvent]:
     """Return the plain backwards that an optimizer's step follows on some path."""
     visits = region.visits(EventKind.BACKWARD) if region.has(EventKind.OPTIMIZER_STEP) else []
     return [event for event, moments in visits if any(any(one.later(EventKind.OPTIMIZER_STEP)) for one in moments)]
-
-
-def _sharded_in_fp16(code: SourceFile) -> Iterator[tuple[ast.expr, Conditions, Frame]]:
-    """Yield the FP16 policies of FSDP in a file without a scaler, by constructor or by the usual name of one."""
-    text = code.script.text
-    if "caler" in text or not ("MixedPrecision" in text or "fpSixteen" in text):
-        return
-    for call in code.nodes(ast.Call):
-        frame = code.frame(code.function_at(call))
-        dtype = argument_of(call, "param_dtype", 0)
-        if dtype is not None and (frame.qualified(call.func) or "").rpartition(".")[2] in POLICIES:
-            for case in cases_of(frame, dtype):
-                if dtype_in(case) == FP16:
-                    yield call, case.given, frame
-    names: list[ast.expr] = [*code.nodes(ast.Attribute), *code.nodes(ast.Name)]
-    for name in names if "fpSixteen" in text else ():
-        if last_name(name) == "fpSixteen":
-            frame = code.frame(code.function_at(name))
-            yield from [(name, given, frame) for given in conditions_at(frame, name)]
 
 
 def _is_alone(mode: Mode, code: SourceFile) -> bool:

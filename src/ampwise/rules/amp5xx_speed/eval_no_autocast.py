@@ -259,6 +259,8 @@ def _is_aside(frame: Frame, loop: Loop | None) -> bool:
         return False
     if EVALUATION_DATA.search(over) and not INFERS.search(name):
         return False
+    if loop is not None and isinstance(loop.node, ast.While) and _trains(frame):
+        return MEASURES.search(ast.unparse(loop.node).lower()) is None  # a text is generated after the training
     return MEASURES.search(function.text.lower()) is None
 
 

@@ -48,6 +48,8 @@ OF_A_TENSOR = frozenset(("grad", "data", "norm", "abs", "mean", "std", "var", "s
 A_STEP = LazyPattern(r"step|iter|batch|optimi[sz]e|update|train")  # a function that is called once per step
 # Guards that distinguish parameters rather than steps.
 ABOUT_PARAMETERS = LazyPattern(r"grad|\bp\b|param|dim\b|weight|bias")
+# The same in every step: which process this is, whether there is a logger.
+FOR_THE_WHOLE_RUN = LazyPattern(r"\b(ddp|distributed|master|main_process|rank)\b|(run|logger|writer) is not None$")
 LOGS = LazyPattern(r"^(log|log_\w+|add_scalars?|print|info|debug|set_postfix|set_postfix_str|set_description|write)$")
 ASKS_EACH = frozenset(("float", "isnan", "isinf", "isfinite"))
 EXITS = LazyPattern(r"^(_?exit|quit|abort|breakpoint|set_trace)$")
@@ -97,8 +99,9 @@ def _for_each_parameter(
 ) -> Iterator[tuple[ast.AST, ast.AST, str]]:
     """Yield each expression that syncs and its loop: a loop is reported once."""
     for guard in guards:
-        about_parameters = guard.boundary is None and ABOUT_PARAMETERS.search(guard_source(guard))
-        if not about_parameters or "%" in guard.text:
+        source = guard_source(guard)
+        either = ABOUT_PARAMETERS.search(source) or FOR_THE_WHOLE_RUN.search(source)
+        if guard.boundary is not None or not either or "%" in guard.text:
             return
     loops = site.context.loops
     further = loops[loops.index(region.loop) + 1 :] if region.loop in loops else loops
@@ -184,16 +187,19 @@ def _tensors_made_in(loop: ast.For) -> list[tuple[str, ast.expr]]:
 
 def _logged_scale(site: CodeSite, guards: list[BranchGuard]) -> Iterator[tuple[ast.AST, ast.AST, str]]:
     """Yield ``scaler.get_scale()`` in the arguments of a logging call."""
-    if guards or not isinstance(site.node, ast.Expr) or not isinstance(site.node.value, ast.Call):
+    if not isinstance(site.node, ast.Expr) or not isinstance(site.node.value, ast.Call):
+        return
+    if not all(FOR_THE_WHOLE_RUN.search(guard_source(guard)) and "%" not in guard.text for guard in guards):
         return
     func = site.node.value.func
     name = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
-    nodes = list(walk(site.node))
-    if not LOGS.match(name) or any(isinstance(node, ast.Compare | ast.IfExp) for node in nodes):
+    if not LOGS.match(name):
         return
+    nodes = list(walk(site.node))
+    in_tests = [inner for node in nodes if isinstance(node, ast.Compare | ast.IfExp) for inner in walk(node)]
     for node in nodes:
         asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get_scale"
-        if asks and site.context.frame.role(node.func.value) == SCALER:  # type: ignore[attr-defined]
+        if asks and node not in in_tests and site.context.frame.role(node.func.value) == SCALER:  # type: ignore[attr-defined]
             yield node, node, FOR_THE_LOG
 
 
