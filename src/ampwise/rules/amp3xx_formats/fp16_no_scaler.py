@@ -3,11 +3,18 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.cases import conditions_at, denies, joined
 from ampwise.check.source.events import EventKind
-from ampwise.check.source.half_models import half_by_default, half_models_run, half_optimizers, sharded_in
+from ampwise.check.source.half_models import (
+    half_by_default,
+    half_models_held,
+    half_models_run,
+    half_optimizers,
+    sharded_in,
+)
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.modes import NONE, OFF, modes_of
@@ -83,7 +90,8 @@ def _half_weights(code: SourceFile, reported: set[ast.AST]) -> Findings:
     everywhere: list[tuple[ast.expr, Conditions, Frame]]
     everywhere = [(one.node, one.given, one.site.context.frame) for one in half_by_default(code) if one.dtype == FP16]
     named = [*code.nodes(ast.Attribute), *code.nodes(ast.Name)]
-    everywhere += [] if any("caler" in last_name(name) for name in named) else sharded_in(code, FP16)
+    if not any("caler" in last_name(name) for name in named):
+        everywhere += [*sharded_in(code, FP16), *_bases_of_adapters(code)]
     pairs = half_optimizers(code, FP16)
     for region in code.visible_regions:
         steps = region.events_of(EventKind.OPTIMIZER_STEP)
@@ -107,6 +115,15 @@ def _stepped(region: Region) -> list[SourceEvent]:
     """Return the plain backwards that an optimizer's step follows on some path."""
     visits = region.visits(EventKind.BACKWARD) if region.has(EventKind.OPTIMIZER_STEP) else []
     return [event for event, moments in visits if any(any(one.later(EventKind.OPTIMIZER_STEP)) for one in moments)]
+
+
+def _bases_of_adapters(code: SourceFile) -> Iterator[tuple[ast.expr, Conditions, Frame]]:
+    """Yield the FP16 casts of models under adapters: those are FP32, but their gradients pass through the base."""
+    for call in code.nodes(ast.Call) if "get_peft_model" in code.script.text else ():
+        if last_name(call.func) == "get_peft_model" and call.args:
+            for model in half_models_held(call.args[0], code.frame(code.function_at(call)), code):
+                if model.dtype == FP16:
+                    yield model.node, model.given, model.context.frame
 
 
 def _is_alone(mode: Mode, code: SourceFile) -> bool:
