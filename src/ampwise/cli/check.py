@@ -247,7 +247,7 @@ def _print_report(
 
             write(render_statistics(report.findings, args.output_format, wants_colour(stream)), stream)
         elif for_people and not left:
-            write(f"{paint(_all_passed(report), 'ok', wants_colour(stream))}\n", stream)
+            write(paint(_all_passed(report), "ok", wants_colour(stream)) + "\n", stream)
         else:
             print_findings(
                 report.findings, args.output_format, stream, texts=texts, notes=[*report.notes, *report.limits]

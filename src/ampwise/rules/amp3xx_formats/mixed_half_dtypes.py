@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.cases import joined
 from ampwise.check.source.events import EventKind
 from ampwise.check.source.half_models import half_models
 from ampwise.check.source.lazy_pattern import LazyPattern
@@ -34,12 +35,14 @@ RULE = Rule(
 )
 NEEDS = (("bfloat16",), ("autocast", "float16", ".half("), (".backward(",))
 
+DEFAULT_DTYPE = LazyPattern(r"autocast\((?![^)\n]*dtype)")  # FP16 on a GPU
 FP16_NAMED = LazyPattern(r"torch\.half|(?<!b)float16|\.half\(")
 
 
 def check_source(code: SourceFile) -> Findings:
     text = code.script.text
-    if "autocast" not in text or "bfloat16" not in text or "backward(" not in text or not FP16_NAMED.search(text):
+    may_be_fp16 = FP16_NAMED.search(text) or DEFAULT_DTYPE.search(text)
+    if "autocast" not in text or "bfloat16" not in text or "backward(" not in text or not may_be_fp16:
         return
     reported: set[object] = set()
     for region in code.regions:
@@ -52,11 +55,26 @@ def check_source(code: SourceFile) -> Findings:
                 if {model.dtype, dtype} == {FP16, BF16} and not model.given:
                     since = model.spot(event.place)
                     found.append((autocast, f"{dtype} autocast over a model that has been {model.dtype} since {since}"))
+        found += _default_over_bf16(region, code)
         for autocast, message in [*found, *_two_autocasts(region, forwards)]:
             if autocast.node not in reported:
                 reported.add(autocast.node)
                 yield RULE.at(autocast.frame.outline.script.place(autocast.node), message)
     yield from _evaluated_in_another(code, reported)
+
+
+def _default_over_bf16(region: Region, code: SourceFile) -> Iterator[tuple[AutocastContext, str]]:
+    """Yield autocasts without a dtype, FP16 on a GPU, over models that are BF16 by then, or by the same option."""
+    for event in region.events_of("forward"):
+        autocast = event.context.autocast
+        if autocast is None or autocast.dtype_given or not autocast.known or event.context.no_grad:
+            continue
+        for one in autocasts_in(event.context):
+            for model in half_models(code).get(event.key or "", ()) if one.dtype == FP16 else ():
+                both = joined(model.given, one.given)
+                if model.dtype == BF16 and both is not None and one.given.keys() <= model.given.keys():
+                    since = model.spot(event.place)
+                    yield autocast, f"autocast without a dtype is FP16, over a model that is BF16 since {since}"
 
 
 def _evaluated_in_another(code: SourceFile, reported: set[object]) -> Findings:
