@@ -94,6 +94,10 @@ def test_a_gpu_that_it_does_not_fit_is_exit_code_1(capsys):
     [
         ([], "no model given: name your function, train.py:make (`ampwise init train.py` writes one), or give sizes: "),
         (["--params", "many"], "--params many: expected a number of parameters, such as 124M, 7B or 1.3e9."),
+        (
+            [*SIZES, "--arch", "cnn"],
+            "--arch cnn: sizes describe a decoder transformer only. For another model name your",
+        ),
         ([*SIZES, "--batch", "two"], "--batch two: expected whole numbers of rows, such as 8 or 8,16,32."),
         ([*SIZES, "--batch", "0"], "--batch 0: expected whole numbers of rows"),
         ([*SIZES, "--fsdp", "8", "--ddp"], "--fsdp and --ddp exclude each other: give one of them."),

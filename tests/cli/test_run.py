@@ -27,6 +27,13 @@ def test_without_torch_it_says_where_to_install_it_and_runs_nothing(script, tmp_
     assert [path.name for path in tmp_path.iterdir()] == [script]
 
 
+def test_what_is_not_python_is_refused_before_there_is_a_record(script, tmp_path, capsys):
+    (tmp_path / "x.bin").write_bytes(bytes(range(128, 256)))
+    assert main(["run", "-o", "run", "x.bin"]) == 2
+    assert "x.bin is not Python source: it is not UTF-8 text. Give the path of a script.\n" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_script_that_is_not_there_is_reported_first(script, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["run", "gone.py"]) == 2

@@ -17,7 +17,7 @@ GOLDEN = """\
 error[AMP101] clip-scaled-grads: `clip_grad_norm_` sees gradients multiplied by 65536
   --> train.py:31, 120 times, steps 1 to 120
   31 | clip_grad_norm_(model.parameters(), 1.0)
-  = clips at 1/32,768 of the limit
+  = clips at 1/65,536 to 1/32,768 of the limit
   = norm: 1.52588e-05; scale: 65536
   help: Call scaler.unscale_(optimizer) before clipping.
 

@@ -54,6 +54,13 @@ def test_a_run_that_never_trained(make_run):
     assert run_mood(run) == "info"
 
 
+def test_weights_that_a_script_updates_itself_are_no_idle_run(make_run):
+    run = make_run(findings=[], steps=[], manifest={"facts": {"backward_passes": 536}})
+    assert verdict(run) == "Nothing to judge in train.py: 536 backward passes, but no optimizer stepped"
+    damaged = make_run(findings=[], steps=[], manifest={"facts": {"backward_passes": "many"}})
+    assert verdict(damaged) == "Nothing to judge in train.py, which took no step"
+
+
 WATCHED = "Nothing was watched: the script never imported torch."
 JUDGED = "Nothing to judge in train.py, which took no step."
 FAILED = "The script failed with ValueError: no data (exit code 1)."

@@ -258,6 +258,15 @@ def test_a_script_that_never_trains_is_reported_so(write, watched, tmp_path):
     assert "which took no step" in run.stderr
 
 
+def test_a_script_that_trains_by_hand_is_reported_so(write, watched, tmp_path):
+    write(
+        "import torch\nw = torch.zeros(2, requires_grad=True)\nfor _ in range(3):\n"
+        "    w.square().sum().backward()\n    w.data.add_(w.grad, alpha=-0.1)"
+    )
+    run = watched("-o", "run", "train.py")
+    assert "train.py: 3 backward passes, but no optimizer stepped" in run.stderr
+
+
 def test_without_o_each_run_has_a_folder_of_its_own(write, watched, tmp_path):
     write("print('hello')")
     for _ in range(2):

@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_make(parser, nargs="?")
     add("--params", metavar="N", help="parameters of a decoder transformer, such as 124M or 7B")
+    add("--arch", metavar="KIND", help="the kind of model, as for advise; without MAKE it is a transformer")
     for name, help_text in SIZES.items():
         add(f"--{name.replace('_', '-')}", metavar="N", type=count, help=help_text)
     add("--batch", metavar="ROWS", help="batch sizes, comma-separated (default: the batch that MAKE makes, or 1)")
@@ -89,6 +90,11 @@ def run(args: argparse.Namespace) -> int:
         raise UnknownName("optimizer", args.optimizer, OPTIMIZERS, listing=listing)
     if args.params is not None:
         parse_count(args.params)
+    if args.make is None and args.arch not in (None, "transformer"):
+        raise BadInput(
+            f"--arch {args.arch[:80]}: sizes describe a decoder transformer only. For another model name your "
+            "function, train.py:make (`ampwise init train.py` writes one)."
+        )
     if args.make is None and args.params is None and not any(getattr(args, name) for name in SIZES):
         raise BadInput(
             "no model given: name your function, train.py:make (`ampwise init train.py` writes one), or give sizes: "

@@ -131,10 +131,9 @@ class WatchedLoop(TrainingWatch):
         """Contents of the record so far."""
         if self._run is not None:
             return self._run
-        if self._watch is not None:
-            return Run.read(self._folder)
-        outer = None if self._outer is None else self._outer.folder
-        return None if outer is None else Run.read(outer)
+        watching = self._watch or self._outer
+        folder = None if watching is None else watching.flushed_folder()
+        return None if folder is None else Run.read(folder)
 
     def _repr_html_(self) -> str | None:
         from ampwise.report.notebook import run_html

@@ -12,6 +12,8 @@ from ampwise.report.run_facts import skip_rate, steps_of
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import CountedFinding
 
+SETTLED = 20  # steps without an overflow at the end, from which a loss scale is one that fits
+
 
 def computed_impact(counted: CountedFinding, run: Run) -> str:
     """Return the impact of a finding as its rule computes it from the record; empty for most rules."""
@@ -34,12 +36,24 @@ def impact_of(counted: CountedFinding, run: Run) -> str:
 def _clip(counted: CountedFinding, run: Run) -> str:
     """The clip compares the norm of scaled gradients with the limit, which is one of limit / scale for real ones."""
     limit = _number(counted.finding.evidence.get("limit"))
-    scale = _scale_at(run, counted.last_step)
-    if scale is None or scale <= 1:
+    first, last = counted.first_step, counted.last_step
+    within = [
+        bucket
+        for bucket in run.steps
+        if (first is None or bucket.last >= first) and (last is None or bucket.first <= last)
+    ]
+    taken = [bucket for bucket in within if bucket.skipped < bucket.count]  # a skipped step uses no gradients
+    scales = [bucket.scale for bucket in taken or within]
+    lowest = min((one.low for one in scales if one.low), default=0.0)
+    highest = max((one.high for one in scales if one.high), default=0.0)
+    if highest <= 1:
         return ""
+    texts = [format_scale(highest)] if limit is None else [f"{limit / highest:.2g}"]
+    if lowest < highest:
+        texts.append(format_scale(lowest) if limit is None else f"{limit / lowest:.2g}")
     if limit is None:
-        return f"clips at 1/{format_scale(scale)} of the limit"
-    return f"effective clip {limit / scale:.2g} instead of {limit:g}"
+        return f"clips at 1/{' to 1/'.join(texts)} of the limit"
+    return f"effective clip {' to '.join(texts)} instead of {limit:g}"
 
 
 def _off_by_scale(counted: CountedFinding, run: Run, *, off: str) -> str:
@@ -58,12 +72,25 @@ def _skips(counted: CountedFinding, run: Run) -> str:
 def _resume(counted: CountedFinding, run: Run) -> str:
     """A new scaler begins where this one began, and has to find the scale again."""
     scales = [bucket.scale.mean for bucket in run.steps if bucket.scale.mean]
-    if not scales or scales[0] == scales[-1]:
+    if not scales or scales[0] == scales[-1] or not _has_settled(run):
         return ""
     if scales[0] > scales[-1]:
         again = round(math.log2(scales[0] / scales[-1]))
         return f"about {_times(again, 'skipped step', 'at each resume')}" if again else ""
     return f"a resume starts at scale {format_scale(scales[0])} instead of {format_scale(scales[-1])}"
+
+
+def _has_settled(run: Run) -> bool:
+    """Whether the loss scale at the end is one that fits: nothing was wrong for a while, and it had not collapsed."""
+    if any(seen.finding.rule.name == "scale-collapse" for seen in run.findings):
+        return False
+    steps = [bucket for bucket in run.steps if bucket.scale.known]
+    clean = 0
+    for bucket in reversed(steps):
+        if bucket.skipped or bucket.scale.low != steps[-1].scale.low or bucket.scale.bad or bucket.loss.bad:
+            break
+        clean += bucket.count
+    return clean >= SETTLED
 
 
 def _no_scaler(counted: CountedFinding, run: Run) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ampwise.finding import Finding, Severity
+from ampwise.report.formatting import read_number
 from ampwise.report.run_facts import sentences, steps_of
 from ampwise.runs.events import LoggedEvent
 from ampwise.runs.reader import Run
@@ -52,6 +53,9 @@ def _judged(run: Run) -> str:
     steps = steps_of(run)
     script = run.manifest.get("script") or ("a script without a name" if run.manifest else "an unknown script")
     where = f"{_counted(steps, 'step')} of {script}" if steps else f"{script}, which took no step"
+    passes = read_number(run.facts.get("backward_passes"))
+    if not steps and passes:
+        where = f"{script}: {_counted(int(passes), 'backward pass')}, but no optimizer stepped"
     about = f"{where}{setup_of(run)}"
     if not findings and not run.findings_known:
         return f"The findings of {about}{'' if steps else ','} could not {'all ' if run.ranks else ''}be read"
@@ -103,7 +107,8 @@ def ending(run: Run) -> str:
 
 
 def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 # --- findings ------------------------------------------------------------------------------------------------------
@@ -115,7 +120,7 @@ def worst_first(findings: Sequence[CountedFinding]) -> list[CountedFinding]:
     def badness(counted: CountedFinding) -> tuple[object, ...]:
         finding, place = counted.finding, counted.finding.place
         first = float("inf") if counted.first_step is None else counted.first_step
-        how_bad = (finding.severity.rank, not finding.rule.names_the_cause, -counted.count, first, finding.rule.code)
+        how_bad = (finding.severity.rank, not counted.names_the_cause, -counted.count, first, finding.rule.code)
         return (*how_bad, place.file or "", place.line or 0, place.parameter or "", finding.message)
 
     return sorted(findings, key=badness)

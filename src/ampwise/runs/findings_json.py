@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ampwise.errors import UnknownName
@@ -52,9 +53,12 @@ def _read_finding(data: Mapping[str, Any], rules: Mapping[str, Any]) -> CountedF
             _expect(str, line)
     steps = [None if data.get(name) is None else _count(data[name]) for name in ("first_step", "last_step")]
     diff = data.get("diff")  # missing in older records
+    rule = _rule(_expect(str, data["code"]), _expect(str, data["name"]), rules)
+    if data.get("severity", str(rule.severity)) != str(rule.severity):  # its evidence made it more serious
+        rule = replace(rule, severity=Severity(data["severity"]))
     return CountedFinding(
         finding=Finding(
-            rule=_rule(_expect(str, data["code"]), _expect(str, data["name"]), rules),
+            rule=rule,
             place=_place(_expect(dict, data["place"])),
             message=_expect(str, data["message"]),
             evidence=_expect(dict, data["evidence"]),

@@ -164,8 +164,14 @@ class Run:
 
         def weight(seen: CountedFinding) -> tuple[object, ...]:
             rule, place = seen.finding.rule, seen.finding.place
-            cause_first = not rule.names_the_cause
-            return seen.finding.severity.rank, cause_first, -seen.count, rule.code, str(place), seen.finding.message
+            return (
+                seen.finding.severity.rank,
+                not seen.names_the_cause,
+                -seen.count,
+                rule.code,
+                str(place),
+                seen.finding.message,
+            )
 
         return fold_consequences(sorted(merged.values(), key=weight))
 

@@ -192,11 +192,23 @@ class CountedFinding:
     diff_is_safe: bool = True  # the diff changes nothing but the mistake
     consequences: list[CountedFinding] = field(default_factory=list)  # findings that this one explains
 
+    @property
+    def names_the_cause(self) -> bool:
+        """Whether it says where a bad value arose, or its evidence shows what it has led to."""
+        return self.finding.rule.names_the_cause or bool(_links(self.finding, "explains"))
+
     def explains(self, other: CountedFinding) -> bool:
-        """Return whether ``other`` is a consequence of this one, as its rule says: later, and no more serious."""
+        """Return whether ``other`` is a consequence of this one: later, and no more serious.
+
+        That is what its rule says, unless the evidence of one of the two knows better.
+        """
         rule, known = other.finding.rule, (self.first_step, other.first_step)
+        causes = _links(other.finding, "consequence_of")
         return (
-            self.finding.rule.code.startswith(rule.consequence_of)
+            (
+                rule.code in (_links(self.finding, "explains") or ())
+                or self.finding.rule.code.startswith(rule.consequence_of if causes is None else causes)
+            )
             and self.finding.rule.code != rule.code
             and self.finding.severity.rank <= other.finding.severity.rank
             and (None in known or self.first_step <= other.first_step)  # type: ignore[operator]
@@ -224,14 +236,22 @@ class CountedFinding:
         }
 
 
+def _links(finding: Finding, kind: str) -> tuple[str, ...] | None:
+    """Return the codes that a finding's evidence connects it with; None if it says nothing."""
+    links = finding.evidence.get("links")
+    codes = links.get(kind) if isinstance(links, dict) else None
+    return tuple(map(str, codes)) if isinstance(codes, list | tuple) else None
+
+
 def fold_consequences(found: Sequence[CountedFinding]) -> list[CountedFinding]:
     """Return the findings that no other one explains, in the same order, each with its consequences.
 
     A consequence of a consequence belongs to the first cause. ``found`` is sorted, the likeliest causes first.
     """
     causes = {}
+    shown = any(_links(one.finding, "explains") for one in found)
     for one in found:
-        if one.finding.rule.consequence_of:
+        if shown or one.finding.rule.consequence_of:
             causes[id(one)] = next((each for each in found if each.explains(one)), one)
     folded: dict[int, list[CountedFinding]] = {}
     for one in sorted(found, key=lambda one: one.first_step or 0):

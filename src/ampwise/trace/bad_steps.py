@@ -324,7 +324,8 @@ class BadStepExplainer(Callback):
                 "The loss function changed its batch in place, and the replay ran on the changed batch: values "
                 "reported as inputs may have been produced by the step. From now on a copy of the batch is kept.",
             )
-        if any(map(is_compiled, (*self._models, batch.function))):
+        compiled = any(map(is_compiled, (*self._models, batch.function)))
+        if compiled:
             remarks += ("Code compiled by torch.compile was replayed uncompiled.",)
         good = self._good if self._good is None or not self._good.is_changed else None
         return ReplayStep(
@@ -338,6 +339,7 @@ class BadStepExplainer(Callback):
             random=kept.random,
             loss=None if kept.share is None else float(kept.share),
             step=bad.number,
+            compiled=compiled,
             remarks=remarks,
             touched=(batch.function,),
             usual=None

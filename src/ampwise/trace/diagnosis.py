@@ -69,7 +69,9 @@ def diagnose(subject: ReplayStep, together: RankGroup = SINGLE_RANK) -> Failure 
         taped = together.each(lambda: replay.taped(ReplaySettings(only_if_finite=not together.several)))
         together = together.with_collectives(any(is_collective(op.name) for op in taped.tape.ops))
         if together.all_hold(lambda: taped.ended.finite):
-            return compiler_failure(replay, together) or _not_reproduced(replay, taped.ended.gradients)
+            return compiler_failure(replay, together) or _not_reproduced(replay, taped.ended.gradients).but(
+                ranks=together.size
+            )
         failure = together.each(lambda: diagnose_recorded(replay, taped, together))
         return failure if not together.several else _merge_ranks(failure, together)
 
@@ -142,6 +144,7 @@ def _known(subject: ReplayStep, gradients: int) -> Failure:
         scale=subject.scale,
         step=subject.step,
         gradients=gradients,
+        compiled=subject.compiled,
         remarks=subject.remarks,
     )
 

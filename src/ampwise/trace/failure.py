@@ -83,6 +83,7 @@ class Failure:
     has_modules: bool = True  # whether any operation ran in a module
     swallowed: bool = False  # the infinity was turned into a finite value
     not_reproduced: str = ""  # what was tried, if the replay was finite
+    compiled: bool = False  # torch.compile has compiled a part of it
     remarks: tuple[str, ...] = ()  # notes about the replay
     optimizer: OptimizerFacts | None = None
     trials: tuple[FixTrial, ...] = ()

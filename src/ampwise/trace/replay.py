@@ -89,6 +89,7 @@ class ReplayStep:
     optimizers: Sequence[Optimizer] = ()
     pasts: Sequence[OptimizerPast] = ()  # of the optimizers
     others: Sequence[Module] = ()  # models that ran and are not in ``models``: a teacher
+    compiled: bool = False  # torch.compile has compiled a part of it
     remarks: tuple[str, ...] = ()
     # The same with an earlier batch, whose loss was finite.
     usual: Callable[[ReplaySettings], Any] | None = None

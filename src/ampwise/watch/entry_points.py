@@ -404,6 +404,8 @@ class EntryPoints:
                 self._watch.gradients_ready(optimizer, state, None)
             if number != math.inf:
                 self._watch.loop.clipped(given, owners, number)
+                if name == "clip_grad_norm_":
+                    self._watch.learning.clipped(given, owners, number)
         try:
             return original(given, *args, **kwargs)
         except RuntimeError:  # error_if_nonfinite=True

@@ -98,7 +98,7 @@ class Findings:
     def __iter__(self) -> Iterator[CountedFinding]:
         """Iterate by severity, causes before their consequences, then by count."""
         every = [*self._seen.values(), *(seen for given in self._by_source.values() for seen in given.values())]
-        every.sort(key=lambda seen: (seen.finding.severity.rank, not seen.finding.rule.names_the_cause, -seen.count))
+        every.sort(key=lambda seen: (seen.finding.severity.rank, not seen.names_the_cause, -seen.count))
         return iter(every)
 
     def __len__(self) -> int:

@@ -97,6 +97,8 @@ class Streak:
     implausible: bool = False  # gradients were far from overflow at this scale
     bad_losses: int = 0  # steps whose loss was not finite
     last_bad_loss: int | None = None  # step
+    good_losses: int = 0  # steps whose loss was finite
+    last_good_loss: int | None = None  # step
     corrupted_from: int | None = None  # first step whose loss was bad too, or unknown after the weights were corrupted
 
     @property
@@ -126,6 +128,8 @@ class Collapse:
     count: int  # of skipped steps from the first to the last
     first_scale: float
     lowest_scale: float
+    bad_losses: int = 0  # of the skipped steps
+    good_losses: int = 0  # the loss of others is not known
 
 
 class Streaks:
@@ -182,6 +186,8 @@ class Streaks:
             last.loss = loss
         if _is_bad(loss):
             self._mark_corrupted(step, bad_loss=True)
+        elif loss is not None and self.all[-1].last == step and self.all[-1].last_good_loss != step:
+            self.all[-1].good_losses, self.all[-1].last_good_loss = self.all[-1].good_losses + 1, step
 
     def add_details(self, bad: BadStep) -> None:
         self.add_bad(bad.step, bad.loss, bad.scale)
@@ -207,7 +213,14 @@ class Streaks:
             if joined and streak.first == joined[-1].last + 1:
                 scales = [each.lowest_scale for each in (joined[-1], streak) if each.lowest_scale is not None]
                 count = joined[-1].count + streak.count
-                joined[-1] = replace(joined[-1], last=streak.last, count=count, lowest_scale=min(scales, default=None))
+                joined[-1] = replace(
+                    joined[-1],
+                    last=streak.last,
+                    count=count,
+                    lowest_scale=min(scales, default=None),
+                    bad_losses=joined[-1].bad_losses + streak.bad_losses,
+                    good_losses=joined[-1].good_losses + streak.good_losses,
+                )
             else:
                 joined.append(streak)
         scaled = [each for each in joined if each.first_scale is not None and each.lowest_scale is not None]
@@ -216,7 +229,15 @@ class Streaks:
             return None
         # An engine keeps the scale if the loss itself is bad.
         if longest.lowest_scale < longest.first_scale and longest.after_good and longest.count >= LONG:
-            return Collapse(longest.first, longest.last, longest.count, longest.first_scale, longest.lowest_scale)
+            return Collapse(
+                longest.first,
+                longest.last,
+                longest.count,
+                longest.first_scale,
+                longest.lowest_scale,
+                longest.bad_losses,
+                longest.good_losses,
+            )
         lowest = min(each.lowest_scale for each in scaled if each.lowest_scale is not None)
         count = sum(each.count for each in scaled)
         if lowest >= NO_SCALING or count < FALLS:
@@ -224,7 +245,8 @@ class Streaks:
         last = next(each.last for each in reversed(scaled) if each.lowest_scale == lowest)
         until = [each for each in scaled if each.last <= last]
         first_scale = max(each.first_scale or 0.0 for each in until)
-        return Collapse(until[0].first, last, sum(each.count for each in until), first_scale, lowest)
+        bad, good = sum(each.bad_losses for each in until), sum(each.good_losses for each in until)
+        return Collapse(until[0].first, last, sum(each.count for each in until), first_scale, lowest, bad, good)
 
     def _mark_corrupted(self, step: int, *, bad_loss: bool) -> None:
         streak = next((each for each in reversed(self.all) if each.first <= step <= each.last), None)

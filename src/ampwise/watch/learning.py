@@ -83,6 +83,21 @@ class OutsideParameters:
     last_step: int
     held: int  # other parameters of the model that an optimizer has
     fixed: bool  # loaded, or in evaluation mode: perhaps not meant to be trained
+    clip: WideClip | None = None  # that includes them
+
+
+@dataclass(slots=True, kw_only=True)
+class WideClip:
+    """Clips by a norm that includes gradients of parameters that no optimizer has."""
+
+    site: CallSite
+    limit: float
+    scaled: bool = False  # losses are scaled, and nothing unscales these gradients
+    kept: int = 0  # times that they were still there in the next backward pass
+    cleared: int = 0
+    effective: list[float] = field(default_factory=list)  # lowest and highest limit for the optimizer's gradients
+    first_bad: int | None = None  # step at which such a gradient was not finite
+    spread: int = 0  # steps at which the optimizer's gradients were finite, until the clip
 
 
 @dataclass(slots=True, kw_only=True)

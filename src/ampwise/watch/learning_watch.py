@@ -19,11 +19,20 @@ from torch import Tensor, nn
 from ampwise.trace.call_site import calling_site
 from ampwise.train.scaler.step_result import AsyncScalars
 from ampwise.watch.inspection import parameters_of, precisions_of, unwrapped
-from ampwise.watch.learning import CountedCalls, Learning, OptimizerUse, OutsideParameters, SharedMemory, SharedSteps
+from ampwise.watch.learning import (
+    CountedCalls,
+    Learning,
+    OptimizerUse,
+    OutsideParameters,
+    SharedMemory,
+    SharedSteps,
+    WideClip,
+)
 from ampwise.watch.loss_means import note_crossed_loss, note_diluted_mean
 from ampwise.watch.models import name_without_wrappers
 from ampwise.watch.tracked import TrackedOptimizer
 from ampwise.watch.tracker import CallTracker
+from ampwise.watch.wide_clips import WideClips
 
 __all__ = ["LearningWatch", "SampledValues", "is_due", "is_plain"]
 
@@ -141,6 +150,7 @@ class LearningWatch:
 
     def __init__(self, facts: Learning, tracker: CallTracker) -> None:
         self._facts, self._tracker = facts, tracker
+        self._wide_clips = WideClips(tracker)
         self._uses: dict[int, OptimizerUse] = {}
         self._samples: dict[int, _Samples] = {}
         self._held: dict[int, weakref.ref[Tensor]] = {}
@@ -151,7 +161,7 @@ class LearningWatch:
         self._looks = False  # at the running pass or, after a step without gradients, at the next one
         self._unused: dict[int, list[SampledValues]] = {}  # by optimizer that has not made a step
         self._by_hand: set[int] = set()  # optimizers whose parameters the script updates itself
-        self._searches = self._backwards = 0
+        self._searches = self._backwards = self._clips = 0
         self._restarts, self._looked_from = 0, 0  # of the schedule of looks, and the pass at which it began
         self._pending: list[tuple[AsyncScalars, Callable[[list[float]], None]]] = []
         self._shared: dict[tuple[int, int], list[str]] = {}  # names of parameters that two optimizers have
@@ -292,11 +302,17 @@ class LearningWatch:
             self._facts.shared.append(known)
         known.times += 1
 
+    def clipped(self, parameters: list[Any], owners: list[tuple[Any, TrackedOptimizer]], limit: float | None) -> None:
+        """Look for gradients that a clip counts in its norm, and that no optimizer uses."""
+        self._clips += 1
+        self._wide_clips.clipped(parameters, owners, limit, look=is_due(self._clips))
+
     # Backward passes
 
     def backward_begins(self, roots: Any, *, partly: bool) -> None:
         """Look at what a pass will reach. partly: it computes the gradients of some tensors only."""
         self._reached = []
+        self._wide_clips.backward_begins()
         given = [roots] if isinstance(roots, Tensor) else [each for each in roots if isinstance(each, Tensor)]
         if len(given) == 1 and given[0].grad_fn is None:
             loss = given[0]
@@ -423,6 +439,7 @@ class LearningWatch:
 
     def settle(self, *, wait: bool = False) -> None:
         """Take the numbers that have arrived."""
+        self._wide_clips.settle(wait=wait)
         left = []
         for numbers, take in self._pending:
             if wait or numbers.arrived:
@@ -444,6 +461,7 @@ class LearningWatch:
 
     def _groups(self) -> Iterator[OutsideParameters]:
         groups: dict[tuple[int, bool], list[_Outside]] = {}
+        clips: dict[tuple[int, bool], WideClip | None] = {}
         for key, known in self._outside.items():
             if known.changed or known.samples < 3:
                 continue
@@ -453,8 +471,10 @@ class LearningWatch:
             # A network on the output of the trained one is part of the loss; a loss may have parameters of its own.
             judges = known.after_trained and not owner.held and "." in owner.name
             fixed = is_loaded or judges or not owner.trained
-            groups.setdefault((owner.key, fixed), []).append(known)
-        for (_, fixed), members in groups.items():
+            group = (owner.key, fixed)
+            groups.setdefault(group, []).append(known)
+            clips[group] = clips.get(group) or self._wide_clips.over([key])
+        for (key, fixed), members in groups.items():
             members.sort(key=lambda each: each.owner.position if each.owner else 0)
             owner = members[0].owner or _Owner()
             yield OutsideParameters(
@@ -466,6 +486,7 @@ class LearningWatch:
                 last_step=max(each.last_step for each in members),
                 held=owner.held,
                 fixed=fixed,
+                clip=clips[key, fixed],
             )
 
 

@@ -60,6 +60,10 @@ class ScriptToRun:
             raise BadInput(f"{self.name} is a folder without __main__.py. Give the path of a script.")
         if not path.exists():
             raise BadInput(f"{self.name}: no such file. For a module: ampwise run -m {self.stem}.")
+        try:
+            _read_source(path / "__main__.py" if path.is_dir() else path)
+        except SyntaxError as error:
+            raise BadInput(f"{error.msg}. Give the path of a script.") from None
 
     def run(self) -> ScriptExit:
         """Run the script in this process, and return how it ended. Exceptions are shown as Python would show them."""
@@ -86,14 +90,7 @@ class ScriptToRun:
         path = Path(self.name).absolute()
         folder = path if path.is_dir() else path.resolve().parent  # a link is resolved, as in Python
         path = path / "__main__.py" if path.is_dir() else path
-        data = path.read_bytes()
-        try:
-            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-            data.decode(encoding)
-        except (SyntaxError, UnicodeDecodeError):
-            raise SyntaxError(printable(f"{path} is not Python source: it is not UTF-8 text")) from None
-        except LookupError as error:
-            raise SyntaxError(printable(f"{path}: {error}")) from None
+        data = _read_source(path)
         # Unchanged, and with its own name: tracebacks and pickles are then those of a plain run.
         code = compile(data, str(path), "exec", dont_inherit=True)
         return code, {"__file__": str(path), "__spec__": None}, str(folder)
@@ -114,6 +111,18 @@ class ScriptToRun:
             "__cached__": spec.cached,
         }
         return code, attributes, str(Path.cwd())
+
+
+def _read_source(path: Path) -> bytes:
+    data = path.read_bytes()
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        data.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError):
+        raise SyntaxError(printable(f"{path} is not Python source: it is not UTF-8 text")) from None
+    except LookupError as error:
+        raise SyntaxError(printable(f"{path}: {error}")) from None
+    return data
 
 
 def _find_spec(name: str) -> ModuleSpec | None:

@@ -344,6 +344,7 @@ def _diagnosis(
         pasts=step.pasts,
         touched=touched,
         usual=usual,
+        compiled=any(call.compiled for call in calls),
         remarks=(*remarks, COMPILED) if any(call.compiled for call in calls) else remarks,
     )
     with Replay(subject) as replay:

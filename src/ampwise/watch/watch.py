@@ -193,10 +193,12 @@ class Watch:
                 self._entry_points.wrap_scaler(type(thing))
                 self._tracker.scaler_state(thing)
 
-    @property
-    def folder(self) -> Path | None:
-        """Where the record is written."""
-        return None if self._record is None else self._record.folder
+    def flushed_folder(self) -> Path | None:
+        """Return where the record is written, with all steps so far; None if there is no record."""
+        if self._record is None:
+            return None
+        self._record.flush()
+        return self._record.folder
 
     def replaced(self) -> list[tuple[Any, Any]]:
         """Return (original, replacement) for each replaced function."""
@@ -307,6 +309,7 @@ class Watch:
         """Return the facts of the run other than findings."""
         return {
             "steps": self._tracker.steps,
+            "backward_passes": self.step_watch.calls.backward_passes,
             **self._early_facts(),
             "what_was_fine": list_passed_checks(self._tracker.run_events, self._kinds, self.seen(), self.healths),
             "not_measured": self.not_measured(),

@@ -98,7 +98,7 @@ def test_of_each_kind_of_event_the_last_is_shown_after_the_findings():
         < text.index("step-skipped step 99")
     )
     assert text.count("step-skipped") == 1
-    assert "  findings 1  events 101" in one_line(state_of(run))
+    assert "  findings 1 (AMP101)  events 101" in one_line(state_of(run))
 
 
 def test_findings_come_before_layers_in_a_low_terminal():

@@ -210,11 +210,13 @@ def test_a_line_whenever_something_changed(tmp_path):
     with growing(tmp_path / "run") as writer:
         process = ampwise("watch", tmp_path / "run", "--interval", "0.1")
         first = process.stdout.readline()
-        assert first == "step 120  loss 0.06667  scale 65536  norm 1.25  skipped 2  findings 1\n"
+        assert first == "step 120  loss 0.06667  scale 65536  norm 1.25  skipped 2  findings 1 (AMP101)\n"
         time.sleep(0.3)  # nothing new, no line
         writer.step(step(121, loss=float("inf"), norm=float("nan")))
         writer.flush()
-        assert process.stdout.readline() == "step 121  loss inf  scale 65536  norm NaN  skipped 2  findings 1\n"
+        assert (
+            process.stdout.readline() == "step 121  loss inf  scale 65536  norm NaN  skipped 2  findings 1 (AMP101)\n"
+        )
         writer.close("finished", 0)
         rest, errors = process.communicate(timeout=120)
         lines = rest.splitlines()
@@ -277,7 +279,7 @@ def test_an_end_that_is_written_between_the_look_and_the_question(tmp_path):
 def test_once_in_a_pipe(tmp_path, capsys):
     with growing(tmp_path / "run"):
         assert main(["watch", str(tmp_path / "run"), "--once"]) == 0
-    assert capsys.readouterr().out == "step 120  loss 0.06667  scale 65536  norm 1.25  skipped 2  findings 1\n"
+    assert capsys.readouterr().out == "step 120  loss 0.06667  scale 65536  norm 1.25  skipped 2  findings 1 (AMP101)\n"
 
 
 def test_trouble_in_a_pipe(tmp_path, capsys):

@@ -64,10 +64,10 @@ def test_compile(told, yes, why):
             "A device with BF16 tensor cores (NVIDIA since Ampere, 8.0): BF16, without a loss scale.",
         ),
         ({"gpu": "a100-40"}, "Results worse than in FP32: FP16 has three more bits, and a GradScaler."),
-        ({"gpu": "a100-40"}, "`ampwise bench train.py:make` below 1.1: stay in TF32."),
+        ({"gpu": "a100-40"}, "Measure with `ampwise bench train.py:make`; below 1.1x stay in TF32."),
         (
             {"gpu": "a100-40", "params": "1M"},
-            "`ampwise bench train.py:make` above 1.1, or activations that do not fit: BF16.",
+            "Measure with `ampwise bench train.py:make`; above 1.1x, or if activations do not fit, use BF16.",
         ),
         ({"gpu": "h200", "params": "7B"}, "FP8 measured faster than compiled BF16 on this model: FP8."),
         ({"gpu": "p100-sxm2"}, "A device with 16-bit tensor cores: name it with --gpu."),

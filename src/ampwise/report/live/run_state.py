@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from ampwise.finding.terminal import printable
 from ampwise.report.curves import by_optimizer
 from ampwise.report.run_facts import optimizer_names
 from ampwise.report.verdict import worst_first
@@ -17,6 +18,8 @@ from ampwise.runs.rows import CountedFinding, NumberStats, StepBucket
 
 RECENT_S = 30.0  # period over which steps per second are computed
 QUIET_S = 60.0  # after which the view says that nothing was written
+
+MOST_CODES = 8  # in a line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +112,20 @@ def one_line(now: RunState) -> str:
         f"step {now.step:,}",
         *[f"{metric} {format_number(value)}" for metric, value in numbers if value is not None],
         f"skipped {now.skipped:,}",
-        f"findings {len(now.findings):,}",
+        f"findings {len(now.findings):,}{_codes(now.findings)}",
         *([f"events {len(now.events):,}"] if now.events else []),
         *([f"nothing written for {format_duration(now.quiet_s)}"] if now.quiet_s is not None else []),
         *([now.status] if now.status != "running" else []),
         *([f"trouble: {format_trouble(now.trouble)}"] if now.trouble else []),
     ]
     return "  ".join(parts)
+
+
+def _codes(findings: Sequence[CountedFinding]) -> str:
+    """Return the codes in brackets, worst first: " (AMP101, AMP204)"; of many, the first few."""
+    codes = list(dict.fromkeys(printable(one.finding.rule.code) for one in findings))
+    more = ", …" if len(codes) > MOST_CODES else ""
+    return f" ({', '.join(codes[:MOST_CODES])}{more})" if codes else ""
 
 
 def format_trouble(trouble: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ RULE = Rule(
     summary="A checkpoint contains the optimizer's state but not the scaler's.",
     why=(
         "A resumed run starts again with a loss scale of 65536 and a growth counter of zero. The first steps after "
-        "each resume overflow and are skipped until the scale is found again, and the run differs from an "
+        "each resume may overflow and be skipped until the scale is found again, and the run differs from an "
         "uninterrupted one."
     ),
     fix="Save `scaler.state_dict()` with the optimizer's, and load it when resuming.",

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampwise.finding import Findings, Rule, Severity
 from ampwise.rules.amp62x_learning.names import listed
 
 if TYPE_CHECKING:
-    from ampwise.watch.learning import Learning
+    from ampwise.watch.learning import Learning, WideClip
 
 RULE = Rule(
     code="AMP620",
@@ -28,6 +29,9 @@ RULE = Rule(
     consequence_of=("AMP621",),
 )
 
+NOTABLE = 0.9  # of the limit: a clip this much too hard is worth a number
+SPREAD_TO = ("AMP607", "AMP609", "AMP613", "AMP902")  # what a clip by a norm of NaN leads to
+IN_CLIP = replace(RULE, severity=Severity.ERROR)  # what they do to the clip harms the parameters that are trained
 STEPS = 10  # between the first and the last gradient
 
 
@@ -38,14 +42,49 @@ def check_learning(facts: Learning) -> Findings:
     trained = [use for use in facts.optimizers if use.steps and use.empty < use.followed]
     if not groups or not trained:
         return
-    place = trained[0].made_at.place
+    first = trained[0]
+    place = (first.made_at if first.made_at.file else first.step_site).place
     for group in groups:
         names = listed(group.names) if any(group.names) else f"{len(group.names)} of no module"
         model = f" of {group.model}" if group.model else ""
         have = f"; optimizers have the {group.held} others of this model" if group.held else ""
-        yield RULE.at(
-            place.but(parameter=group.names[0] or None),
+        evidence: dict[str, object] = {"parameters": len(group.names), "model": group.model, "held": group.held}
+        in_clip, spread = "", False
+        if group.clip is not None:
+            in_clip, spread = f"; {_in_clip(group.clip, len(group.names))}", group.clip.spread > 0
+            if spread:
+                evidence |= {"times": group.clip.spread, "links": {"explains": list(SPREAD_TO)}}
+        is_serious = group.clip is not None and (spread or _is_left(group.clip) or group.clip.scaled)
+        yield (IN_CLIP if is_serious else RULE).at(
+            place.but(
+                parameter=_full_name(group.names[0], group.model),
+                step=group.clip.first_bad if spread and group.clip is not None else None,
+            ),
             f"{names}{model} got gradients in all {group.samples} backward passes that were looked at (steps "
-            f"{group.first_step} to {group.last_step}), did not change, and no optimizer has them{have}",
-            evidence={"parameters": len(group.names), "model": group.model, "held": group.held},
+            f"{group.first_step} to {group.last_step}), did not change, and no optimizer has them{have}{in_clip}",
+            evidence=evidence,
         )
+
+
+def _full_name(name: str, model: str) -> str | None:
+    """Return a name that says which parameter it is, also for the `weight` of a module of its own."""
+    return f"{model}.{name}" if name and model and "." not in name else name or None
+
+
+def _is_left(clip: WideClip) -> bool:
+    return clip.kept > 0 and not clip.cleared
+
+
+def _in_clip(clip: WideClip, parameters: int) -> str:
+    """Say what the gradients do to the norm that is clipped."""
+    its, is_part = ("its gradient is", "is") if parameters == 1 else ("their gradients are", "are")
+    never = " nor ".join(what for what, holds in (("never zeroed", _is_left(clip)), ("unscaled", clip.scaled)) if holds)
+    never = never if never.startswith("never") or not never else f"never {never}"
+    said = f"{its} {f'{never}, and {is_part} ' if never else ''}part of the norm that you clip"
+    where = f" at {clip.site.in_text}" if clip.site.file else ""
+    if clip.spread:
+        return f"{said}{where}: not finite since step {clip.first_bad}, which the clip spread to all gradients"
+    if not clip.effective or clip.effective[0] > clip.limit * NOTABLE:
+        return f"{said}{where}"
+    low, high = (f"{limit:.2g}" for limit in clip.effective)
+    return f"{said}{where}: effective clip {low if low == high else f'{low} to {high}'} instead of {clip.limit:g}"

@@ -34,9 +34,15 @@ def check_gradients(health: GradientHealth) -> Findings:
     if found is not None:
         steps = found.last - found.first + 1
         which = f"{found.count} steps in a row" if found.count == steps else f"{found.count} of {steps:,} steps"
+        evidence: dict[str, object] = {"times": found.count}
+        again = ""
+        if found.bad_losses and found.good_losses > found.bad_losses:
+            # What made the loss bad at first is not why the later steps were skipped.
+            again = f", though the loss was finite in {found.good_losses} of these steps"
+            evidence["links"] = {"consequence_of": ["AMP613"]}
         yield RULE.at(
             Place(step=found.first),
             f"{which} were skipped, and the loss scale fell from {scale_text(found.first_scale)} to "
-            f"{scale_text(found.lowest_scale)}",
-            evidence={"times": found.count},
+            f"{scale_text(found.lowest_scale)}{again}",
+            evidence=evidence,
         )

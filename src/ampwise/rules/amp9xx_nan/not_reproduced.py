@@ -20,13 +20,15 @@ RULE = Rule(
         "eager code does not have, or a hardware fault."
     ),
     fix=(
-        "Set `torch.use_deterministic_algorithms(True)`, and see whether it recurs at the same step. Run without "
-        "torch.compile. If it is always the same machine, test its memory."
+        "The loss function must give the same result when called again with the same arguments: pass what changes as "
+        "an argument."
     ),
     bad="def loss_fn():\n    x, y = next(batches)  # another batch in the replay\n    return F.mse_loss(model(x), y)",
     good="def loss_fn(x, y):\n    return F.mse_loss(model(x), y)",
     consequence_of=("AMP612", "AMP613"),
 )
+
+ON_A_GPU = "Set `torch.use_deterministic_algorithms(True)`, and see whether it recurs at the same step."
 
 
 def check_op(failure: Failure) -> Findings:
@@ -39,4 +41,10 @@ def check_op(failure: Failure) -> Findings:
         replay = "the replay found no operation that caused it"
         if failure.not_reproduced:
             replay = f"its replay is finite; tried: {failure.not_reproduced}"
-        yield failure_finding(RULE, failure, f"{bad} not finite, but {replay}")
+        elsewhere = [
+            (failure.device == "cuda", ON_A_GPU),
+            (failure.compiled, "Run without torch.compile."),
+            (failure.ranks > 1, "If it is always the same machine, test its memory."),
+        ]
+        advice = " ".join([RULE.fix, *(text for applies, text in elsewhere if applies)])
+        yield failure_finding(RULE, failure, f"{bad} not finite, but {replay}", advice=advice)

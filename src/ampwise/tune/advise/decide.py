@@ -222,13 +222,13 @@ def _changes(choice: PrecisionChoice, precision: str) -> Iterator[str]:
     if precision == "bf16" and target.has("fp16"):
         yield "Results worse than in FP32: FP16 has three more bits, and a GradScaler."
     if precision in HALVES and choice.measured is None:
-        yield f"`ampwise bench {choice.make}` below 1.1: stay in {target.wide.upper()}."
+        yield f"Measure with `ampwise bench {choice.make}`; below 1.1x stay in {target.wide.upper()}."
     if precision in ("fp32", "tf32") and not choice.exact:  # what would make it 16 bits
         if target.half is None and target.known:
             yield "A device with 16-bit tensor cores: name it with --gpu."
         elif choice.half is not None:
             half = choice.half.upper()
-            yield f"`ampwise bench {choice.make}` above 1.1, or activations that do not fit: {half}."
+            yield f"Measure with `ampwise bench {choice.make}`; above 1.1x, or if activations do not fit, use {half}."
         elif choice.stays_wide:
             yield "Activations that do not fit: 16 bits, only to save memory."
     if precision == "bf16" and target.kind == "cuda" and target.has("fp8") and (model.parameters or 0) >= WORTH_FP8:
