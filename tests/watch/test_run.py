@@ -412,8 +412,9 @@ def test_a_record_is_not_written_over_by_accident(write, watched):
 def test_what_is_not_text_is_not_python(watched, tmp_path):
     (tmp_path / "train.py").write_bytes(b"\x7fELF\xff\xfe\x00")
     run = watched("-q", "-o", "run", "train.py")
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert "train.py is not Python" in run.stderr
+    assert not (tmp_path / "run").exists()
 
 
 # While it runs

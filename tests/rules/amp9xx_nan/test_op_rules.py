@@ -277,6 +277,16 @@ def test_nothing_to_blame_is_said():
     assert message(IN_BACKWARD, "not-reproduced").startswith("gradients of this step were not finite, but")
 
 
+def test_advice_about_a_gpu_a_compiler_or_a_machine_is_given_only_where_there_is_one():
+    plain = FAILED.but(not_reproduced="twice", device="cpu")
+    words = ("use_deterministic_algorithms", "torch.compile", "memory")
+    told = [
+        finding(each).fix for each in (plain, plain.but(device="cuda"), plain.but(compiled=True), plain.but(ranks=2))
+    ]
+    assert all(fix.startswith("The loss function must give the same result") for fix in told)
+    assert [[word for word in words if word in fix] for fix in told] == [[], *([word] for word in words)]
+
+
 @for_each(
     ("scale", "fits", "words"),
     [
