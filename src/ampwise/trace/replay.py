@@ -63,7 +63,7 @@ class ReplaySettings:
 
 
 class OptimizerPast(NamedTuple):
-    """What is known of an optimizer from before the step."""
+    """Facts about an optimizer from before the step."""
 
     made_at: CallSite = CallSite()  # or where its learning rate was set, if it has changed
     first_norm: float | None = None  # of its weights, before its first step

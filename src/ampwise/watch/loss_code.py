@@ -138,7 +138,7 @@ class LossCode:
 
     @property
     def bytes(self) -> int:
-        """Of the tensors that it begins with."""
+        """Size of the tensors that it begins with."""
         return sum([bytes_of(tensor) for tensor, _ in self.tensors])
 
     @property

@@ -170,9 +170,9 @@ def test_the_cheapest_policy_is_tried_and_verified_elsewhere():
 
 
 def test_a_policy_that_overfits_the_batch_does_not_help():
-    from ampwise.tune.diff.token_difference import Remedy
+    from ampwise.tune.diff.token_difference import TriedPolicy
 
-    remedy = Remedy(policy="p", cost=0.1, removed=0.95, removed_elsewhere=0.3, batches=2)
+    remedy = TriedPolicy(policy="p", cost=0.1, removed=0.95, removed_elsewhere=0.3, batches=2)
     assert not remedy.helps
     assert "30%" in remedy.text
 

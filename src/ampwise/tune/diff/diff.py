@@ -20,7 +20,7 @@ from ampwise.tune.diff.module_calls import ModuleCall
 from ampwise.tune.diff.names import ModuleNames, find_models
 from ampwise.tune.diff.op_tape import OpTape
 from ampwise.tune.diff.passes import TensorEvent
-from ampwise.tune.diff.remedies import Batch, try_remedies
+from ampwise.tune.diff.policy_trials import Batch, try_policies
 from ampwise.tune.diff.repeated_step import PlacedSide, RepeatedStep
 from ampwise.tune.diff.result import Difference
 from ampwise.tune.diff.runs import DiffRuns, Progress
@@ -190,7 +190,7 @@ def compare_sides(
         batches = [(args, kwargs), *options.held_back]
         evidence = replace(
             evidence,
-            remedies=try_remedies(fn, batches, models, a, b, suspects, options.progress, b_fn=options.b_fn),
+            remedies=try_policies(fn, batches, models, a, b, suspects, options.progress, b_fn=options.b_fn),
         )
     return Difference(evidence)
 

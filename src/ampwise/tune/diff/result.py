@@ -18,7 +18,7 @@ from ampwise.tune.diff.step_difference import (
     ParameterRow,
     StepDifference,
 )
-from ampwise.tune.diff.token_difference import Remedy, TokenDifference
+from ampwise.tune.diff.token_difference import TokenDifference, TriedPolicy
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -53,7 +53,7 @@ class Difference:
         return self.evidence.tokens
 
     @property
-    def remedies(self) -> tuple[Remedy, ...]:
+    def remedies(self) -> tuple[TriedPolicy, ...]:
         """Policies that were tried on held-back batches, cheapest first."""
         return self.evidence.remedies
 

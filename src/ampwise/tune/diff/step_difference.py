@@ -11,7 +11,7 @@ from ampwise.finding import Place
 from ampwise.finding.call_site import CallSite
 from ampwise.numbers.op_families import base_name, family_of
 from ampwise.tune.diff.tensor_difference import BEYOND, FLOOR_TIMES, ComparedTensor, finite_or_none
-from ampwise.tune.diff.token_difference import Remedy, TokenDifference
+from ampwise.tune.diff.token_difference import TokenDifference, TriedPolicy
 
 FORWARD, BACKWARD = "forward", "backward"
 FUNCTION = "the function"  # the compared function, as a location
@@ -261,7 +261,7 @@ class StepDifference:
     floor_at: str = ""
     tokens: TokenDifference | None = None  # log-probabilities of the targets; None: none were seen on both sides
     token_noise: float | None = None  # their RMS difference between two runs of a; None: not measured
-    remedies: tuple[Remedy, ...] = ()  # cheapest first
+    remedies: tuple[TriedPolicy, ...] = ()  # cheapest first
     draws_from: tuple[str, ...] = ()  # iterators that the function takes items from
     notes: tuple[str, ...] = ()  # what could not be compared, and why
 

@@ -38,7 +38,7 @@ class TokenDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remedy:
+class TriedPolicy:
     """A policy that was tried, and how much of the difference of log-probabilities it removes."""
 
     policy: str  # as Python

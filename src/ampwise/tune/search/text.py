@@ -1,4 +1,4 @@
-"""What is shown of a search: its tables and sentences."""
+"""Tables and sentences that show a search."""
 
 from __future__ import annotations
 

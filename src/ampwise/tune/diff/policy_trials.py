@@ -21,7 +21,7 @@ from ampwise.tune.diff.repeated_step import PlacedSide, RepeatedStep
 from ampwise.tune.diff.runs import DiffRuns, Progress
 from ampwise.tune.diff.shared_random import SharedRandom
 from ampwise.tune.diff.side import Side
-from ampwise.tune.diff.token_difference import Remedy
+from ampwise.tune.diff.token_difference import TriedPolicy
 
 HALVES = ("bf16", "fp16")
 PARTS = (
@@ -35,7 +35,7 @@ MATMULS = (nn.Linear, nn.modules.conv._ConvNd)
 Batch = tuple[tuple[Any, ...], Mapping[str, Any]]  # arguments of the function
 
 
-def try_remedies(
+def try_policies(
     fn: Callable[..., Any],
     batches: Sequence[Batch],
     models: Mapping[str, Module],
@@ -45,7 +45,7 @@ def try_remedies(
     progress: Progress,
     *,
     b_fn: Callable[..., Any] | None = None,
-) -> tuple[Remedy, ...]:
+) -> tuple[TriedPolicy, ...]:
     """Measure what each policy removes of the RMS difference. The first batch is the one that was compared.
 
     A policy replaces the precision of b, and that of a where it is the same.
@@ -84,7 +84,7 @@ def try_remedies(
         if all(map(math.isfinite, shares)):
             removed, *elsewhere = shares
             found.append(
-                Remedy(
+                TriedPolicy(
                     policy=repr(policy),
                     cost=cost,
                     removed=removed,
