@@ -219,6 +219,15 @@ with torch.autograd.detect_anomaly():
     except RuntimeError:
         pass
 """,
+    "an infinite derivative that becomes a NaN and that a ReLU hides": f"""{LOOP}
+with torch.autograd.detect_anomaly():
+    dead = torch.relu(model(torch.zeros(6, 4)) - 9)
+    loss = dead.var(dim=0).sqrt().mean() + model(torch.randn(6, 4)).square().mean()  # guilty
+    try:
+        loss.backward()
+    except RuntimeError:
+        pass
+""",
 }
 SPOILED = """
     x = torch.rand(6, 4)

@@ -28,6 +28,16 @@ def test_a_loss_below_zero_jumps_if_it_rises_by_more_than_its_size(peak, found):
     assert watched(losses).count == found
 
 
+def test_losses_of_both_signs_have_no_usual_size():
+    rng = random.Random(0)
+    losses = [rng.gauss(0, 0.02) for _ in range(200)]  # as of a policy gradient with a baseline
+    losses[120] = 1.0
+    assert watched(losses).count == 0
+    assert watched([each + 2 for each in losses]).count == 0  # above zero it is half of the usual size
+    losses[120] = 3.0
+    assert watched([each + 2 for each in losses]).count == 1
+
+
 def test_one_sudden_jump_is_found_with_its_step():
     losses = noisy(200)
     losses[120] = 20.0

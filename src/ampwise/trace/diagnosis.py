@@ -178,8 +178,12 @@ def swallowed_infinities(replay: Replay, taped: RecordedReplay) -> Iterator[Fail
 
 def swallowed_in_backward(replay: Replay, taped: RecordedReplay) -> Failure | None:
     """Return the first NaN that the backward pass computed, and that reached neither the loss nor a gradient."""
-    made = (op for op in taped.tape.ops if op.phase == "backward" and taped.tape.made(op) == "nan")
-    op = next((each for each in made if not taped.tape.was_given_bad(each)), None)
+    tape = taped.tape
+    made = {op: tape.made(op) for op in tape.ops if op.phase == "backward"}
+    if "nan" not in made.values():
+        return None
+    # Often an infinite derivative comes first, which a 0 then turns into NaN.
+    op = next((op for op, what in made.items() if what in ("nan", "inf") and not tape.was_given_bad(op)), None)
     if op is None:
         return None
     seen = inspect_ops(replay, [op], backward=True)

@@ -91,14 +91,16 @@ class SpikeDetector:
     def _compare(self, loss: float) -> tuple[float, float, float]:
         """Return the median of the steps before, and how far the loss is above it: in deviations, and as a ratio.
 
-        Positive losses are compared by their logarithms, as their noise is proportional to their size. Where some are
-        negative, as of two networks that compete, it is the rise as a share of the median's size; where many are 0 it
-        is the ratio to the largest one.
+        Positive losses are compared by their logarithms, as their noise is proportional to their size. Where all are
+        negative, it is the rise as a share of the median's size; where many are 0 it is the ratio to the largest one.
+        Losses of both signs, as of a policy gradient or of networks that compete, have no usual size: not judged.
         """
         losses = [loss for _, loss in self._ordinary]
         if self._seen <= SETTLED or len(losses) < ENOUGH:
             return loss, 0.0, 1.0
         usual = median(losses)
+        if min(losses) < 0 < max(losses):
+            return usual, 0.0, 1.0
         many_zeros = losses.count(0.0) > FEW_ZEROS * len(losses)  # as of a hinge loss: the median deviation may be 0
         if min(losses) < 0 or many_zeros:
             deviations = [abs(each - usual) for each in losses]
