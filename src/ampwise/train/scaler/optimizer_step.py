@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter, is_, itemgetter
@@ -87,9 +87,11 @@ def take_step(
         skipped = bool(decision.found_inf.item())
         if skipped:
             return None, True
+    is_mixed = 0 < len(checked.gradients.shards) < len(checked.gradients)
+    is_mixed = is_mixed and type(optimizer).__module__.startswith("torch.optim")
     if not on_device:
         checked.unscale_and_clip_()
-        with _apart(optimizer, checked):
+        with _apart(optimizer) if is_mixed else nullcontext():
             return optimizer.step(*args, **kwargs), skipped  # noqa: AMP109
     # A fused optimizer's kernel divides the gradients by grad_scale, and does nothing if found_inf is 1.
     of_the_user = getattr(optimizer, "grad_scale", None)
@@ -103,7 +105,7 @@ def take_step(
     if init_group is not None:
         optimizer._init_group = init_group
     try:
-        with _apart(optimizer, checked):
+        with _apart(optimizer) if is_mixed else nullcontext():
             return optimizer.step(*args, **kwargs), skipped  # noqa: AMP109
     finally:  # else they would affect the next step too
         del optimizer.grad_scale, optimizer.found_inf
@@ -112,15 +114,12 @@ def take_step(
 
 
 @contextmanager
-def _apart(optimizer: Any, checked: CheckedGradients) -> Iterator[None]:
+def _apart(optimizer: Any) -> Iterator[None]:
     """Within the context, a torch optimizer has DTensors and plain tensors in groups of their own.
 
     Its foreach and fused kernels work on a whole group, and take no mixture of them.
     """
-    groups, sharded = optimizer.param_groups, len(checked.gradients.shards)
-    if not 0 < sharded < len(checked.gradients) or not type(optimizer).__module__.startswith("torch.optim"):
-        yield
-        return
+    groups = optimizer.param_groups
     optimizer.param_groups = [
         {**group, "params": list(some)}
         for group in groups
