@@ -221,9 +221,11 @@ class GradientReader:
             skipped=bool(outcome.skipped),
             lr=float(lr) if isinstance(lr, int | float) else None,
         )
-        shards = None if reading is None else shard_group(optimizer)
-        if reading is not None and shards is None and _has_shards(optimizer):
-            reading = None  # not summed over ranks yet
+        shards = None
+        if reading is not None and _has_shards(optimizer):
+            shards = shard_group(optimizer)
+            if shards is None:
+                reading = None  # not summed over ranks yet
         if shards is not None and not is_read(row.step, self._every):
             reading = shards = None  # of an engine, which reads every step
         counts = None

@@ -20,7 +20,7 @@ from ampwise.tune.diff.module_calls import ModuleCall
 from ampwise.tune.diff.names import ModuleNames, find_models
 from ampwise.tune.diff.op_tape import OpTape
 from ampwise.tune.diff.passes import TensorEvent
-from ampwise.tune.diff.policy_trials import Batch, try_policies
+from ampwise.tune.diff.policy_trials import Batch, check_trials, try_policies
 from ampwise.tune.diff.repeated_step import PlacedSide, RepeatedStep
 from ampwise.tune.diff.result import Difference
 from ampwise.tune.diff.runs import DiffRuns, Progress
@@ -130,6 +130,9 @@ def compare_sides(
         raise BadInput(f"diff: {a.label}: side a computes the whole batch; give batch= to b, and swap the sides.")
     if b.batch is not None and options.ops:
         raise BadInput(f"diff: {b.label}: operations are compared on the whole batch; leave out ops, or batch=.")
+    batches: list[Batch] = [(args, kwargs), *options.held_back]
+    if options.held_back:
+        check_trials(batches, models, b)
     names = ModuleNames(models, options.modules)
     with torch.enable_grad(), RepeatedStep(fn, args, kwargs, names) as step:
         one, other = (
@@ -187,7 +190,6 @@ def compare_sides(
             )
         head = next((row.name for row in reversed(evidence.rows) if row.is_leaf and row.kind == "Linear"), "")
         suspects = [head] if evidence.starts_in is None else [head, evidence.starts_in.name]
-        batches = [(args, kwargs), *options.held_back]
         evidence = replace(
             evidence,
             remedies=try_policies(fn, batches, models, a, b, suspects, options.progress, b_fn=options.b_fn),

@@ -86,7 +86,7 @@ class RecordForward(ModuleCalls):
         super().begins(func, args)
 
     def ends(self, begun: Any, func: Any, args: Any, result: Any) -> None:
-        if not is_backward() and (scores := find_scores(func, args)) is not None:
+        if not is_backward() and (scores := find_scores(traits_of(func).name, args)) is not None:
             self._tokens.keep(scores)
 
     def before_write(self, tensor: Tensor) -> None:
@@ -114,7 +114,7 @@ class CompareForward(ModuleCalls):
         self.comparison.compare(slot, values, rows=self.rows)
 
     def ends(self, begun: Any, func: Any, args: Any, result: Any) -> None:
-        if not is_backward() and (scores := find_scores(func, args)) is not None:
+        if not is_backward() and (scores := find_scores(traits_of(func).name, args)) is not None:
             self._tokens.compare(scores)
 
 

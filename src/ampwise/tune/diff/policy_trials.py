@@ -24,15 +24,26 @@ from ampwise.tune.diff.side import Side
 from ampwise.tune.diff.token_difference import TriedPolicy
 
 HALVES = ("bf16", "fp16")
-PARTS = (
-    "router",
-    "norm by hand",
-    "norm",
-    "logits",
-)  # kinds of modules that 16 bits may hurt, and that a policy can keep
+# Kinds of modules that 16 bits may hurt, and that a policy can keep.
+PARTS = ("router", "norm by hand", "norm", "logits")
 MATMULS = (nn.Linear, nn.modules.conv._ConvNd)
 
 Batch = tuple[tuple[Any, ...], Mapping[str, Any]]  # arguments of the function
+
+
+def check_trials(batches: Sequence[Batch], models: Mapping[str, Module], b: Side) -> None:
+    """Raise BadInput if policies cannot be tried on these; before anything is run."""
+    main = ModuleNames(models).main
+    if main is None or b.precision not in HALVES or b.recipe is not None or b.policy is not None or b.compiled:
+        raise BadInput(
+            f"diff: {b.label}: policies are tried for one model in bf16 or fp16, eager and without a policy of its own."
+        )
+    first, *others = ([leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] for batch in batches)
+    if any(len(own) == len(first) and all(map(torch.equal, own, first)) for own in others):
+        raise BadInput(
+            "diff: a held-back batch is the compared one, so it verifies nothing: give others. On the command line "
+            "MAKE must draw its batch from torch's generator, and not seed it."
+        )
 
 
 def try_policies(
@@ -54,18 +65,7 @@ def try_policies(
         suspects: names of modules to keep as well: where the difference begins, and the head.
     """
     main = ModuleNames(models).main
-    if main is None or b.precision not in HALVES or b.recipe is not None or b.policy is not None or b.compiled:
-        raise BadInput(
-            f"diff: {b.label}: policies are tried for one model in bf16 or fp16, eager and without a policy of its own."
-        )
-    if len(batches) < 2:
-        raise BadInput("diff: give at least one held-back batch, on which a policy is verified.")
-    first, *others = ([leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)] for batch in batches)
-    if any(len(own) == len(first) and all(map(torch.equal, own, first)) for own in others):
-        raise BadInput(
-            "diff: a held-back batch is the compared one, so it verifies nothing: give others. On the command line "
-            "MAKE must draw its batch from torch's generator, and not seed it."
-        )
+    assert main is not None  # as ``check_trials`` has found
     both = a.precision == b.precision and a.recipe is None and a.policy is None
 
     def apart(policy: Policy | None) -> list[float]:

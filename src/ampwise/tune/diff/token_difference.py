@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampwise.numbers.op_families import base_name
 from ampwise.tune.diff.tensor_difference import finite_or_none
 from ampwise.tune.diff.tensor_store import TensorStore
 
@@ -71,9 +70,8 @@ class Scores(NamedTuple):
     counted: Tensor
 
 
-def find_scores(func: Any, args: Any) -> Scores | None:
-    """Return the log-probabilities that an operation reads for its targets; None for other operations."""
-    name = base_name(str(func))
+def find_scores(name: str, args: Any) -> Scores | None:
+    """Return the log-probabilities that an operation of this name reads for its targets; None for other operations."""
     if name in ("nll_loss_forward", "nll_loss2d_forward"):
         log_probs, targets, _, _, ignored = args[:5]
         if log_probs.ndim > 1:
