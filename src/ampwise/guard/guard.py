@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from torch import Tensor
 from torch.nn import Module
@@ -173,7 +173,11 @@ class Guard(Callback):
         self._recovery = Recovery(run, self._ladder, self._checkpointing, self._resuming, self._position)
         self._signals = Signals(signals, seconds(signal_grace, "signal_grace"))
         self._lock = DirectoryLock(self.directory)
-        self._watchdog = Watchdog(patience_s, self._report_silence) if self._agreement.distributed else None
+        self._watchdog = None
+        if self._agreement.distributed:
+            self._watchdog = Watchdog(patience_s, self._report_silence)
+            if self.loop is not None:
+                self.loop.worst_of_ranks = self._worst_of_ranks
         # Steps until the host has a step's results; the optimizer of a loop has waited for them.
         self._lag = 0 if engine is None or engine.device.type == "cpu" else 1
         self._retry = MemoryRetry(engine, self._reporter, splits=split, distributed=self._agreement.distributed)
@@ -408,6 +412,12 @@ class Guard(Callback):
                 self.on_step_begin()
         return step
 
+    def _worst_of_ranks(self, found: int) -> int:
+        try:
+            return self._agreement.worst(found)
+        except LostRank as error:
+            self._stop_for_lost_rank(error)
+
     def alive(self) -> None:
         """Reset the watchdog. Call it on every rank during an evaluation that takes longer than ``patience``."""
         if self._watchdog is not None:
@@ -552,7 +562,7 @@ class Guard(Callback):
             isinstance(error, RuntimeError) and LOST_RANK.search(str(error)) is not None
         )
 
-    def _stop_for_lost_rank(self, error: BaseException) -> None:
+    def _stop_for_lost_rank(self, error: BaseException) -> NoReturn:
         self._wait_for_disk = False  # the checkpoint being written waits for that rank, too
         lost = self._report_lost_rank(0.0, str(error).splitlines()[0] if str(error) else type(error).__name__)
         raise Stopped(STOPPED_EXIT_CODE, lost.message) from error

@@ -57,6 +57,12 @@ class RankAgreement:
         total, due_, busy_, ends_ = values.tolist()
         return AgreedStep(total / self.size, due_ > 0, busy_ > 0, ends_ > 0)
 
+    def worst(self, number: int) -> int:
+        """Return the largest number of all ranks."""
+        shared = torch.tensor(number)
+        self._exchange(lambda: dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group))
+        return int(shared)
+
     def gather(self, value: T) -> list[T]:
         """Return the value of every rank, in rank order."""
         if not self.distributed:

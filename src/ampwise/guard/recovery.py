@@ -145,7 +145,8 @@ class Recovery:
 
     def _next_rung(self, facts: LadderFacts) -> bool:
         seen = diagnose(self._engine.explained)._replace(narrow=_too_narrow(self._engine))
-        found = self._agreement.broadcast(seen)
+        # What one rank found out, such as a bad batch, explains the step of all.
+        found = max(self._agreement.gather(seen), key=lambda each: (bool(each.kind), each.kind != "from-another-rank"))
         if found.capsule:
             self._capsule, self._build = found.capsule, found.build
         goes_back = facts.spike

@@ -7,13 +7,13 @@ without gradients changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -37,12 +37,16 @@ from ampwise.train.engine_state import VERSION, restore_rng, rng_state
 from ampwise.train.precision.policy import Policy
 from ampwise.train.ranks import Ranks
 from ampwise.train.scaler.grad_scaler import GradScaler
+from ampwise.train.scaler.grad_stats import clip_in_memory_
+from ampwise.train.scaler.gradients import collect_gradients
 from ampwise.train.scaler.step_result import StepResult
 from ampwise.train.schedulers import SchedulerSet
 from ampwise.train.step import Step
 
 SCRIPTS_OWN = "script"  # the precision, in checkpoints
 FLOOR = 2.0**-14  # lowest useful scale of torch's scaler, which has no limit of its own: as of ampwise.GradScaler
+
+FINITE, NOT_FINITE, LEFT_OUT = range(3)  # gradients of an optimizer on one rank; the worst decides on all
 
 
 @dataclass(slots=True)
@@ -107,7 +111,9 @@ class ScriptLoop:
         self._buffers = BufferSnapshot(self.models)
         self._batches: list[Any] = []  # of the current step
         self.bad = False  # some gradients of the current step were not finite, and were dropped
-        self._stepped = False  # an optimizer has stepped in the current step
+        self._stepped: set[int] = set()  # optimizers that have stepped in the current step
+        self.worst_of_ranks: Callable[[int], int] | None = None  # the guard's exchange, if there are several ranks
+        self._left_out: list[Finding] = []
         self._hooks: list[Any] = []
 
     # Steps
@@ -158,20 +164,19 @@ class ScriptLoop:
         window, scaler, norm = self._window, self._scaler, math.nan
         correction, loss = window.correction(), window.loss
         assert loss is not None
-        stepping = [each for each in self.optimizers if any(map(_gradients, each.param_groups))]
+        stepping = [each for each in self.optimizers if len(collect_gradients(each))]
         if not stepping:
             window.reset()
             raise BadInput("guard.step(loss): the backward pass reached none of the optimizer's parameters.")
         if scaler is not None and (self._clip_norm is not None or correction is not None):
             for optimizer in stepping:
                 scaler.unscale_(optimizer)
-        gradients = [each for optimizer in stepping for group in optimizer.param_groups for each in _gradients(group)]
         if correction is not None:
-            torch._foreach_div_(gradients, float(correction))
+            for optimizer in stepping:
+                torch._foreach_div_(collect_gradients(optimizer).values, float(correction))
             loss = loss / correction
         if self._clip_norm is not None:
-            trained = [each for optimizer in stepping for group in optimizer.param_groups for each in group["params"]]
-            norm = float(clip_grad_norm_(trained, self._clip_norm))  # noqa: AMP101 (unscaled above, if there is a scale)
+            norm = float(clip_in_memory_(stepping, self._clip_norm, 2.0, None))
         for optimizer in stepping:
             if scaler is None:
                 optimizer.step()
@@ -191,11 +196,18 @@ class ScriptLoop:
 
     def end_step(self, loss: Tensor | float, *, norm: float = math.nan) -> Step:
         """End a step that the script has taken: restore the buffers if it was skipped, and count it."""
+        if self.worst_of_ranks is not None:
+            for _ in range(len(self.optimizers) - len(self._stepped)):  # ranks that do step wait in ``check``
+                self.worst_of_ranks(LEFT_OUT)
         skipped, number = self.skips, float(loss.detach() if isinstance(loss, Tensor) else loss)
         self._buffers.end_window(skipped)
-        self.explained = _bad_batch(self._batches) if skipped or not math.isfinite(number) else []
+        self.explained = self._left_out
+        if not self.explained and (skipped or not math.isfinite(number)):
+            self.explained = _bad_batch(self._batches)
         self._batches.clear()
-        self.bad = self._stepped = self.accumulating = False
+        self._stepped.clear()
+        self._left_out = []
+        self.bad = self.accumulating = False
         self.skipped_steps += skipped
         self.applied_steps += not skipped
         if not self._hands_out:
@@ -223,21 +235,23 @@ class ScriptLoop:
             )
 
     def check(self, optimizer: Optimizer) -> None:
-        """Drop the gradients if one is not finite; syncs with the device."""
-        gradients = [each for group in optimizer.param_groups for each in _gradients(group)]
-        if not gradients:
-            return
+        """Drop the gradients if one is not finite, on any rank; syncs with the device."""
+        gradients = [each for each in collect_gradients(optimizer).values if each.numel()]
         # The largest magnitude, as a sum of squares may overflow; it is NaN if one is.
-        largest: Any = get_total_norm(gradients, math.inf)
-        largest = largest.full_tensor() if hasattr(largest, "full_tensor") else largest
-        if not math.isfinite(float(largest)):
+        found = NOT_FINITE if gradients and not math.isfinite(float(get_total_norm(gradients, math.inf))) else FINITE
+        if self.worst_of_ranks is not None:
+            found = self.worst_of_ranks(found)
+        if found != FINITE:
             self.bad = True
+            if found == LEFT_OUT:
+                text = "a rank left out `optimizer.step()`, which others called: their weights would differ"
+                self._left_out = [find_rule("replicas-differ").at(Place(), text)]
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    def _after_optimizer_step(self, *_: Any) -> None:
-        self._stepped = True
+    def _after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepped.add(id(optimizer))
 
     # State
 
@@ -279,17 +293,13 @@ class ScriptLoop:
         self.ranks.drop_unsynced()
         self._window.reset()
         self._batches.clear()
-        self._stepped = self.bad = self.accumulating = False
+        self._stepped.clear()
+        self.bad = self.accumulating = False
         self._buffers.remember()
 
     def __repr__(self) -> str:
         names = ", ".join(type(each).__name__ for each in (*self.models, *self.optimizers))
         return f"<loop of {names} on {self.device}>"
-
-
-def _gradients(group: Mapping[str, Any]) -> list[Tensor]:
-    found = [each.grad for each in group["params"] if each.grad is not None]
-    return [each.coalesce().values() if each.is_sparse else each for each in found]
 
 
 def _bad_batch(batches: Iterable[Any]) -> list[Finding]:
