@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampwise.watch import overhead
 from ampwise.watch.watch import Watch
@@ -169,3 +170,23 @@ def test_a_nan_that_is_no_loss_is_not_explained():
     with Watch(timing=False) as watch:
         train(torch.mean, lambda loss: math.isnan(torch.tensor(math.nan).item()) and False)
     assert [seen.finding.rule.name for seen in watch.seen()] == []
+
+
+def test_a_value_that_nobody_can_read_is_left_alone():
+    """As in vmap, on the meta device, and where torch tries an operation of DTensors without their values."""
+
+    def looked_at(x):
+        questions = [torch.isnan(x), x.isfinite(), x != x, x > 0, torch.nan_to_num(x), torch._refs.clamp(x, max=1.0)]
+        return torch.stack([each.float() for each in questions])
+
+    values = torch.tensor([math.nan, 2.0])
+    expected = torch.tensor([[1.0, 0, 1, 0, 0, math.nan], [0, 1, 0, 1, 2, 1]])
+    with Watch(timing=False) as watch:
+        train(torch.mean)
+        watched = torch.func.vmap(looked_at)(values)
+        shapes = [looked_at(torch.ones((), device="meta", requires_grad=True)).shape]
+        with FakeTensorMode():
+            shapes.append(looked_at(torch.ones((), requires_grad=True)).shape)
+    assert torch.equal(watched.nan_to_num(7), expected.nan_to_num(7))
+    assert shapes == [(6,), (6,)]
+    assert watch.seen() == []

@@ -22,7 +22,7 @@ from ampwise.trace.op_inspection import InspectMode, values_of
 from ampwise.trace.ranks import RankGroup
 from ampwise.trace.recorder import RecordedOp, TensorRead, dtype_name, storage_id
 from ampwise.trace.remedies import try_remedies
-from ampwise.trace.replay import OptimizerPast, RecordedReplay, Replay, ReplaySettings, ReplayStep
+from ampwise.trace.replay import OptimizerPast, RecordedReplay, Replay, ReplaySettings, ReplayStep, is_finite
 from ampwise.trace.slicing import first_bad_op, is_literal_infinity, slice_back
 from ampwise.trace.torchscript import line_in_script
 from ampwise.trace.value_ranges import local_shard, readable_values
@@ -366,6 +366,24 @@ class FailureDiagnosis:
             bad_rows=len(rows),
             first_use=first_use,
         )
+
+
+def bad_weight(subject: ReplayStep) -> Failure | None:
+    """Describe the first weight that is not finite, of which this rank may have a shard; nothing is run."""
+    for name, weight in subject.parameters().items():
+        if not is_finite(weight):
+            modules, path = dict(subject.named_modules()), name.rpartition(".")[0]
+            module = type(modules[path]).__name__
+            source = BadTensor(what="parameter", name=name, values=values_of(weight), module_class=module)
+            return Failure(
+                loss=subject.loss,
+                source=source,
+                precision=subject.precision,
+                device=subject.device.type,
+                step=subject.step,
+                optimizer=_optimizer_facts(subject, weight),
+            )
+    return None
 
 
 def _owners(subject: ReplayStep) -> dict[int, tuple[str, str, Tensor]]:

@@ -103,9 +103,9 @@ class ReplayStep:
 
     def evaluating(self) -> list[str]:
         """Return the names of the modules in evaluation mode."""
-        return [name for name, module in self._modules() if not module.training]
+        return [name for name, module in self.named_modules() if not module.training]
 
-    def _modules(self) -> Iterator[tuple[str, Module]]:
+    def named_modules(self) -> Iterator[tuple[str, Module]]:
         """Yield the modules by the names they have in the unwrapped models."""
         for prefix, model in zip(model_prefixes(self.models), self.models, strict=True):
             for path, module in named_modules(model).items():
@@ -113,7 +113,7 @@ class ReplayStep:
 
     def _named(self, which: str) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for path, module in self._modules():
+        for path, module in self.named_modules():
             for name, tensor in getattr(module, which)(recurse=False):
                 found.setdefault(f"{path}.{name}" if path else name, tensor)
         return found

@@ -77,6 +77,8 @@ def has_storage(tensor: Tensor) -> bool:
 def readable_values(tensor: Tensor) -> Tensor | None:
     """Return the values in a form that can be compared; None if they are always finite or cannot be read."""
     tensor = local_shard(tensor).detach()
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # in vmap, or a derivative by torch.func
+        return None
     if tensor._is_zerotensor():  # zeros without storage, as in second derivatives
         return None
     if tensor.is_sparse or tensor.layout != torch.strided:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -21,6 +20,7 @@ from ampwise.trace.capsule.saving import MAX_CAPSULES
 from ampwise.trace.diagnosis import findings_about
 from ampwise.trace.python_state import muted_output
 from ampwise.trace.replay import OptimizerPast, ReplayStep, is_finite
+from ampwise.trace.value_ranges import local_shard
 from ampwise.train.random_state import to_plain_random
 from ampwise.watch.batch_draws import BatchDraws
 from ampwise.watch.gradients import ReadStep, are_finite_on_host
@@ -89,7 +89,7 @@ class BadStepWatch:
         ]
         if not pairs:  # the script updates its weights by hand
             gradients = [each.grad for model in kept.models() for each in model.parameters()]
-        is_bad = kept.value.is_cpu and not math.isfinite(kept.value)
+        is_bad = kept.value.is_cpu and not is_finite(kept.value)
         if is_bad or not are_finite_on_host(gradients):
             self.explain_now(kept, kept.value)
 
@@ -186,8 +186,8 @@ class BadStepWatch:
     # The optimizer before the step
 
     def note_norm(self, optimizer: Any, state: TrackedOptimizer) -> None:
-        """Note the norm of the weights, at each step on the CPU and once on a device."""
-        weights = [each.detach() for each in parameters_of(optimizer) if not hasattr(each, "placements")]
+        """Note the norm of the weights, of which this rank may have shards: on the CPU at each step, else once."""
+        weights = [local_shard(each.detach()) for each in parameters_of(optimizer)]
         if not weights or state.poisoned or (state.first_norm is not None and not weights[0].is_cpu):
             return
         with torch.no_grad():

@@ -24,7 +24,7 @@ from ampwise.errors import BadInput
 from ampwise.finding import Finding
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_arguments import named_tensors
-from ampwise.trace.diagnosis import compiler_failure, diagnose, findings_about, swallowed_in_backward
+from ampwise.trace.diagnosis import bad_weight, compiler_failure, diagnose, findings_about, swallowed_in_backward
 from ampwise.trace.failure import Failure
 from ampwise.trace.python_state import attributes_restored, muted_output
 from ampwise.trace.ranks import CollectiveInReplay, collectives_refused, is_multi_rank
@@ -85,6 +85,19 @@ def replay_step(calls: Sequence[ModelCall], losses: Sequence[KeptLoss], step: St
     models += [each for each in dict.fromkeys(call.model for call in calls) if each not in models]
     for model in models:
         if sharded or any(hasattr(each, "placements") for each in model.parameters()):
+            failure = bad_weight(
+                ReplayStep(
+                    run=lambda _: None,
+                    device=next(model.parameters()).device,
+                    models=[model],
+                    step=step.number,
+                    loss=step.loss,
+                    optimizers=step.optimizers,
+                    pasts=step.pasts,
+                )
+            )
+            if failure is not None:
+                return ReplayedStep(findings_about(failure))
             why_not = f"the weights of {type(model).__name__} are sharded over ranks"
             return ReplayedStep([], f"Step {step.number} could not be replayed: {why_not}.")
     for call in calls:

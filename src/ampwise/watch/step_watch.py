@@ -395,6 +395,9 @@ class StepWatch:
     def _add_bad_step(self, health: GradientHealth, known: ReadStep) -> None:
         row, state = known.row, known.state
         healthy = None if state.unread else not state.poisoned
+        first = 0.0 if state.first_norm is None else float(state.first_norm)
+        if healthy and not math.isfinite(first):  # before the first step; infinite is also that of finite weights
+            healthy = None if math.isinf(first) else False
         if not row.skipped:
             state.poisoned = True  # non-finite gradients spoil all weights
         loss_is_bad = row.loss is not None and not math.isfinite(row.loss)

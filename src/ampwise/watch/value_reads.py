@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ampwise.trace.call_site import code_owner
 from ampwise.trace.replay import is_finite
+from ampwise.trace.value_ranges import readable_values
 from ampwise.watch.patches import Patches
 
 if TYPE_CHECKING:
@@ -58,7 +59,14 @@ class ValueReads:
 
         def read(tensor: Tensor, *args: Any) -> Any:
             value = original(tensor, *args)
-            if value - value != 0 and torch.is_grad_enabled() and not torch.compiler.is_compiling() and follows():
+            is_number = isinstance(value, int | float)  # not a symbol, as in a trace with unknown values
+            if (
+                is_number
+                and value - value != 0
+                and torch.is_grad_enabled()
+                and not torch.compiler.is_compiling()
+                and follows()
+            ):
                 self._read_by(sys._getframe(1), tensor)
             return value
 
@@ -71,7 +79,7 @@ class ValueReads:
         def ask(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             answer = original(tensor, *args, **kwargs)
             asks_number = isinstance(tensor, Tensor) and tensor.numel() == 1
-            if asks_number and not torch.compiler.is_compiling() and follows() and not isfinite(tensor.detach()):
+            if asks_number and not torch.compiler.is_compiling() and follows() and _is_bad(tensor):
                 self._read_by(sys._getframe(1), tensor)
             return answer
 
@@ -90,7 +98,7 @@ class ValueReads:
                 and (tensor.requires_grad or _is_same(tensor, other))
                 and not torch.compiler.is_compiling()
                 and follows()
-                and not isfinite(tensor.detach())
+                and _is_bad(tensor)
             ):
                 self._read_by(sys._getframe(1), tensor)
             return answer
@@ -114,6 +122,12 @@ class ValueReads:
             return original(tensor, *args, **kwargs)
 
         return replace
+
+
+def _is_bad(tensor: Tensor) -> bool:
+    """Whether a single value is not finite; False if it cannot be read, as in vmap or a trace without values."""
+    value = readable_values(tensor)
+    return value is not None and value.numel() == 1 and not isfinite(value)
 
 
 def _is_same(tensor: Tensor, other: Any) -> bool:

@@ -34,7 +34,10 @@ def test_the_first_module_is_named():
     ("healthy", "text"),
     [
         (True, "the weights were finite, so the data or an operation of this step is the cause"),
-        (False, "the weights were not finite before this step, so the cause is in an earlier one"),
+        (
+            False,
+            "the weights were not finite before this step, so the cause is an earlier update, or the initialisation",
+        ),
         (None, "whether the weights were finite before is unknown"),
     ],
 )

@@ -26,7 +26,7 @@ RULE = Rule(
 IN_FP16 = f"{RULE.fix} Run that part in FP32 or BF16."
 BEFORE = {
     True: "the weights were finite, so the data or an operation of this step is the cause",
-    False: "the weights were not finite before this step, so the cause is in an earlier one",
+    False: "the weights were not finite before this step, so the cause is an earlier update, or the initialisation",
     None: "whether the weights were finite before is unknown",
 }
 
