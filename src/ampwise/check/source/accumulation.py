@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.accelerators import ITS_SCALER
 from ampwise.check.source.events import BranchGuard, EventKind, Loop, SourceEvent
 from ampwise.check.source.execution_paths import ExecutionPath
 from ampwise.check.source.lazy_pattern import LazyPattern
@@ -97,6 +98,8 @@ def accumulation_windows(region: Region) -> list[AccumulationWindow]:
     """Return the accumulation windows of a training step; none if part of the step is in code we cannot see."""
     if region.hidden or not region.has(*BACKWARDS) or not region.has(*STEPS):
         return []
+    if any(event.key == ITS_SCALER for event in region.events):
+        return []  # the accelerator divides the loss, and its optimizers pass over the other micro-batches
     return [*_tested(region), *_looped(region)]
 
 

@@ -7,6 +7,7 @@ import ast
 import functools
 import re
 
+from ampwise.check.source.accelerators import ITS_SCALER, accelerates_in_fp16, is_accelerator
 from ampwise.check.source.events import Branch, BranchGuard, EventBlock, EventContext, EventKind, Node, SourceEvent
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.guards import guards_of
@@ -176,8 +177,12 @@ class EventRecogniser:
             key = frame.key(func.value)
             scaled = SourceEvent(EventKind.SCALED_BACKWARD, node, context, key=key, value=node.args[0])
             return [scaled, SourceEvent(EventKind.OPAQUE, node, context, key=key, keys=(key or "",))], False
+        if is_accelerator(func.value, frame) and node.args and accelerates_in_fp16(frame):
+            return [SourceEvent(EventKind.SCALED_BACKWARD, node, context, key=ITS_SCALER, value=node.args[0])], False
         owner = last_name(func.value)
         handles_scaling = owner in ("self", "model", "optimizer", "amp") or FRAMEWORK_NAME.search(owner)
+        if handles_scaling and node.args and _scaled_by(node.args[0], frame) is not None:
+            return self._backward(node, node.args[0], context), False  # fabric.backward(scaler.scale(loss))
         if handles_scaling or frame.role(func.value) is not None:  # engine.backward(loss), optimizer.backward(loss)
             return _hidden(node, context), False
         return self._backward(node, func.value, context), False
@@ -230,6 +235,10 @@ class EventRecogniser:
             return _of_scaler(EventKind.SCALER_STEP, node, context), False
         if any(word.arg in ("scaler", "grad_scaler") for word in node.keywords):
             return _hidden(node, context), False
+        if accelerates_in_fp16(frame):
+            applied = frame.key(receiver)
+            step = SourceEvent(EventKind.SCALER_STEP, node, context, key=ITS_SCALER, other=applied)
+            return [step, SourceEvent(EventKind.UPDATE, node, context, key=ITS_SCALER)], False
         event = SourceEvent(EventKind.OPTIMIZER_STEP, node, context, key=frame.key(receiver))
         return [event], bool(node.args or node.keywords)
 
@@ -274,7 +283,7 @@ _SPECIAL = {
     "update": EventRecogniser.update,
     "unscale_": EventRecogniser.unscale,
     "zero_grad": EventRecogniser.zero_grad,
-    "manual_backward": EventRecogniser.handled_elsewhere,
+    **dict.fromkeys(("manual_backward", "unscale_gradients"), EventRecogniser.handled_elsewhere),
     "scale_loss": EventRecogniser.handled_elsewhere,
     **dict.fromkeys(IN_PLACE, EventRecogniser.in_place),
 }
@@ -313,7 +322,8 @@ def _clip(node: ast.Call, name: str, context: EventContext) -> Recognised:
     owner = last_name(receiver) if receiver is not None else ""
     if name not in CLIPS and frame.callee(node) is not None:
         return [], True  # a helper whose code can be followed
-    if FRAMEWORK_NAME.search(owner) or any(MULTIPLIED_BY_SCALE.search(code_of(part)) for part in arguments_given(node)):
+    is_framework = FRAMEWORK_NAME.search(owner) or (receiver is not None and is_accelerator(receiver, frame))
+    if is_framework or any(MULTIPLIED_BY_SCALE.search(code_of(part)) for part in arguments_given(node)):
         return _hidden(node, context), False  # it may unscale, or its limit is multiplied by the scale
     if name not in CLIPS and (owner == "self" or frame.role(receiver or node) is not None):
         return _hidden(node, context), False

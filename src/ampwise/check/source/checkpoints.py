@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ampwise.check.source.accelerators import ITS_SCALER
 from ampwise.check.source.call_events import ANYTHING, manages_scaling
 from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.frame import Frame
@@ -258,7 +259,9 @@ def _loads_scaler(code: SourceFile) -> bool:
 
 def _scaler_events(trace: CodeTrace) -> list[SourceEvent]:
     used = [event for event in trace.events() if event.kind in USES_SCALER and event.key != ANYTHING]
-    return [event for event in used if not manages_scaling(event.receiver, event.frame)]
+    text = trace.frame.outline.script.text
+    own = [event for event in used if event.key != ITS_SCALER or "save_state(" not in text]
+    return [event for event in own if not manages_scaling(event.receiver, event.frame)]
 
 
 def _names_given_away(code: SourceFile) -> set[str | None]:

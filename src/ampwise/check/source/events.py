@@ -44,6 +44,7 @@ class BranchGuard:
     boundary: str | None = None  # for `(i + 1) % n == 0`: the text of n
     test: ast.expr | None = field(default=None, compare=False)  # not compared: equivalent tests are equal
     frame: Frame | None = field(default=None, compare=False)  # of the test
+    literal_of: str | None = field(default=None, compare=False)  # for `mode == "amp"`: the text without the literal
 
 
 @dataclass(slots=True, eq=False)

@@ -7,12 +7,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ampwise.check.source.events import Branch, EventBlock, FollowedCall, Jump, Loop, SourceEvent
+from ampwise.check.source.events import Branch, BranchGuard, EventBlock, FollowedCall, Jump, Loop, SourceEvent
 
 MOST_PATHS = 256  # a block with more paths is judged by a sample of them
 MOST_COPIED = 100_000  # events that are copied or compared to find all paths
 MOST_SAMPLED = 96  # paths of a sample
 MOST_COMPARED = 1_000_000  # pairs of decisions that are compared to choose a sample
+LITERALS = tuple("'\"0123456789-")  # how they begin
 PATIENCE = 8  # paths without a new pair of decisions, before a sample is complete
 
 
@@ -191,11 +192,20 @@ def _open_sides(branch: Branch, path: ExecutionPath) -> Iterator[tuple[dict[str,
     for guards, block in ((branch.then_guards, branch.then), (branch.else_guards, branch.orelse)):
         decided: dict[str, bool] = {}
         for guard in guards:
-            if path.decided.get(guard.text, guard.holds) != guard.holds:
+            if path.decided.get(guard.text, guard.holds) != guard.holds or _contradicts(guard, path):
                 break
             decided[guard.text] = guard.holds
         else:
             yield decided, block
+
+
+def _contradicts(guard: BranchGuard, path: ExecutionPath) -> bool:
+    """Whether a path has already decided that something equals another literal."""
+    start = guard.literal_of
+    if start is None or not guard.holds:
+        return False
+    others = [text[len(start) :] for text, holds in path.decided.items() if holds and text.startswith(start)]
+    return any(other[:1] in LITERALS and start + other != guard.text for other in others)
 
 
 def _after(node: Loop | FollowedCall, ended: str | None) -> str | None:

@@ -435,7 +435,8 @@ class Frame:
         """Return scaler, optimizer, scheduler or None: by the object's constructor, else by its name."""
         keys = []
         while isinstance(node, ast.Subscript):
-            keys.append(node.slice.value if isinstance(node.slice, ast.Constant) else None)
+            key = node.slice.value if isinstance(node.slice, ast.Constant) else None
+            keys += [] if key in TRANSPARENT else [key]  # entry["scheduler"]["module"]
             node = node.value
         if keys and isinstance(keys[0], str) and not SETTINGS.search(dotted_text(node) or ""):
             indexed = role_of_name(keys[0])  # state["optimizer"], but not config["train"]["optimizer"]

@@ -44,8 +44,9 @@ def _find_guards(test: ast.expr, frame: Frame, depth: int) -> tuple[Guards, Guar
         if isinstance(node, ast.Compare | ast.BoolOp | ast.UnaryOp):
             return _find_guards(node, home, depth + 1)
     text, positive = _normal(test, frame)
-    holds: Guards = (BranchGuard(text, positive, test=test, frame=frame),)
-    fails: Guards = (BranchGuard(text, not positive, test=test, frame=frame),)
+    literal_of = _compared_to_literal(test, text)
+    holds: Guards = (BranchGuard(text, positive, test=test, frame=frame, literal_of=literal_of),)
+    fails: Guards = (BranchGuard(text, not positive, test=test, frame=frame, literal_of=literal_of),)
     if isinstance(test, ast.BoolOp):
         parts = [_find_guards(part, frame, depth) for part in test.values]
         if isinstance(test.op, ast.And):
@@ -53,6 +54,14 @@ def _find_guards(test: ast.expr, frame: Frame, depth: int) -> tuple[Guards, Guar
         else:
             fails = (*[guard for _, failed in parts for guard in failed], *fails)
     return holds, fails
+
+
+def _compared_to_literal(test: ast.expr, text: str) -> str | None:
+    """Return the text of ``mode == "amp"`` without the literal; None for another test."""
+    right = test.comparators[0] if isinstance(test, ast.Compare) and len(test.ops) == 1 else None
+    if not isinstance(right, ast.Constant) or not isinstance(right.value, str | int) or " Eq " not in text:
+        return None
+    return text.removesuffix(code_of(right))
 
 
 def _normal(test: ast.expr, frame: Frame) -> tuple[str, bool]:

@@ -91,7 +91,8 @@ class FunctionOutline:
     @property
     def is_run_by_framework(self) -> bool:
         """Whether it is a method that a framework such as Lightning calls, which does the step itself."""
-        return self.owner is not None and any("Lightning" in ast.unparse(base) for base in self.owner.node.bases)
+        bases = [ast.unparse(base) for base in self.owner.node.bases] if self.owner is not None else []
+        return any("Lightning" in base and "LightningLite" not in base for base in bases)
 
     @property
     def is_abstract(self) -> bool:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from ampwise.check.source.accelerators import accelerates_in_fp16
 from ampwise.check.source.events import EventContext, SourceEvent
 from ampwise.check.source.execution_paths import MOST_PATHS
 from ampwise.check.source.frame import Frame
@@ -330,7 +331,7 @@ class SourceFile:
     def own_traces(self) -> list[CodeTrace]:
         """Traces that start at each function that nothing in this file calls, the module itself first."""
         text = self.script.text
-        if not has_any(text, TRAINS) or (self.uses_framework and not OWN_AMP.search(text)):
+        if not has_any(text, TRAINS) or (self.uses_framework and not self._scales_itself):
             return []
         budget = WorkBudget(MOST_FOLLOWED + FOLLOWED_PER_LINE * len(self.script.lines))
         found = [trace_function(self.frame(self.outline.module), budget)]
@@ -348,6 +349,11 @@ class SourceFile:
                 found.append(trace_function(self.frame(function), budget))
                 followed |= found[-1].followed
         return [one for one in found if one.frame.function not in followed]
+
+    @property
+    def _scales_itself(self) -> bool:
+        """Whether a file that uses a framework has mixed precision of its own, or the framework's can be followed."""
+        return OWN_AMP.search(self.script.text) is not None or accelerates_in_fp16(self.frame(self.outline.module))
 
     def _inherited(self, methods: list[FunctionOutline]) -> Iterator[tuple[FunctionOutline, ClassOutline]]:
         """Yield base-class methods that call one of ``methods``, such as a trainer's loop that calls a subclass."""

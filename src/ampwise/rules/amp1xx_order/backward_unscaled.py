@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.accelerators import ITS_SCALER
 from ampwise.check.source.call_events import ANYTHING
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import dotted_text
@@ -64,7 +65,7 @@ def _step_of(moment: Moment) -> SourceEvent | None:
         return None
     for event in moment.later(*APPLIES):
         if event.kind == "scaler step":
-            return event
+            return event if event.key != ITS_SCALER else None  # whether it prepared this optimizer is not known
         if event.kind != "unscale" or event.key == ANYTHING:
             return None
     return None

@@ -3,10 +3,10 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from ampwise.check.source.cases import Known, Option, cases_of
+from ampwise.check.source.accelerators import ITS_SCALER
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
-from ampwise.check.source.names import dotted_text, last_name, method_called
+from ampwise.check.source.names import dotted_text, method_called
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.statement_order import (
     is_certainly_grad_scaler,
@@ -16,7 +16,6 @@ from ampwise.check.source.statement_order import (
     statement_range,
 )
 from ampwise.check.source.steps import STEPS, surely_scaled
-from ampwise.check.source.torch_names import CLIPS
 from ampwise.finding import Edit, Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ RULE = Rule(
 )
 NEEDS = (("caler", "Accelerator("), (".backward(",), ("clip", "clamp_", "_foreach_", "norm"))
 
-FP16_BY_NAME = LazyPattern(r"""["']fp16["']""")
 UNSCALES_MANUALLY = LazyPattern(r"get_scale\(|\._scale\b|inv_scale")
 
 
@@ -61,7 +59,9 @@ def check_source(code: SourceFile) -> Findings:
             doubt = None
             steps = {step for moment in scaled for step in moment.later("scaler step")}
             late = next((unscale for moment in scaled for unscale in moment.later("unscale")), None)
-            if late is not None:
+            if scaled[0].backward.key == ITS_SCALER:
+                fix = "Clip by `accelerator.clip_grad_norm_`, which unscales first."
+            elif late is not None:
                 fix = f"Move the `unscale_` of {late.spot(clip)} to before the clip; a second one would raise an error."
             elif any(any(moment.later("scaled backward", "backward")) for moment in scaled):
                 fix = "Clip once per step: after the last backward, call `scaler.unscale_(optimizer)` and then clip."
@@ -95,36 +95,6 @@ def check_source(code: SourceFile) -> Findings:
                 fix=fix,
                 edits=edits,
                 safe=doubt is None,
-            )
-
-    yield from _clipped_beside_accelerate(code)
-
-
-def _clipped_beside_accelerate(code: SourceFile) -> Findings:
-    """Yield torch's own clips after ``accelerator.backward(loss)``, which scales the loss in FP16."""
-    text = code.script.text
-    if "Accelerator(" not in text or "unscale_gradients" in text:
-        return
-    calls = code.nodes(ast.Call)
-    made = [call for call in calls if last_name(call.func) == "Accelerator"]
-    asked = [(argument_of(call, "mixed_precision"), code.frame(code.function_at(call))) for call in made]
-    values = [case.value for node, frame in asked if node is not None for case in cases_of(frame, node)]
-    options = any(isinstance(value, Option) for value in values) and FP16_BY_NAME.search(text)
-    if not options and not any(isinstance(value, Known) and value.value == "fp16" for value in values):
-        return
-    backward = {
-        code.function_at(call)
-        for call in calls
-        if method_called(call) == "backward" and last_name(call.func.value) == "accelerator"  # type: ignore[attr-defined]
-    }
-    for call in calls:
-        function = code.function_at(call)
-        clips = (code.frame(function).qualified(call.func) or "").rpartition(".")[2] in CLIPS
-        if clips and function in backward:
-            yield RULE.at(
-                code.script.place(call),
-                "in FP16 these gradients are still multiplied by the accelerator's loss scale",
-                fix="Clip by `accelerator.clip_grad_norm_`, which unscales first.",
             )
 
 

@@ -38,7 +38,7 @@ RULE = Rule(
         "norm = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5\nscaler.step(optimizer)\nscaler.update()"
     ),
 )
-NEEDS = (("caler",), (".backward(",), (".grad", "grad_", "_grad"))
+NEEDS = (("caler", "Accelerator("), (".backward(",), (".grad", "grad_", "_grad"))
 
 # Methods that turn a gradient into a number; a view or a copy may go anywhere.
 MEASURES = frozenset(["norm", "mean", "std", "var", "max", "min", "sum", "item", "histogram", "histc", "pow", "square"])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.accelerators import ITS_SCALER
 from ampwise.check.source.names import dotted_text
 from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
@@ -35,7 +36,7 @@ def check_source(code: SourceFile) -> Findings:
     for region in code.visible_regions:
         reported: set[str | None] = set()
         for update, moments in region.visits("update"):
-            if update.key in reported or not _once_per_iteration(update, region):
+            if update.key in (*reported, ITS_SCALER) or not _once_per_iteration(update, region):
                 continue
             message = _in_a_loop_over_optimizers(update, region) or _before_another_step(moments, region)
             if message:

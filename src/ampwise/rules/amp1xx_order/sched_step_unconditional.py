@@ -4,6 +4,8 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.accelerators import ITS_SCALER, holds_back
+from ampwise.check.source.accumulation import mentions_accumulation
 from ampwise.check.source.frame import PossibleValue
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import dotted_text, last_name, method_called
@@ -37,7 +39,7 @@ RULE = Rule(
     ),
     fixable="sometimes",
 )
-NEEDS = (("caler", "MixedPrecision"), ("backward(",), (".step(",))
+NEEDS = (("caler", "MixedPrecision", "Accelerator("), ("backward(",), (".step(",))
 
 # A condition with any of these checks whether the step was applied.
 CHECKS_STEP = LazyPattern(
@@ -71,6 +73,8 @@ def check_source(code: SourceFile) -> Findings:
         for move in moves:
             iteration = _iteration(move)
             steps = [step for step in trace.events() if step.kind == "scaler step" and _repeats(move, step, trace)]
+            if any(step.key == ITS_SCALER for step in steps) and holds_back(move.receiver, code):
+                continue
             unguarded = [step for step in steps if not _is_guarded(move, step.context)]
             if unguarded:
                 found.append((move, unguarded[-1]))
@@ -124,6 +128,8 @@ def _iteration(event: SourceEvent) -> tuple[Loop, ...]:
 def _repeats(move: SourceEvent, step: SourceEvent, trace: CodeTrace) -> bool:
     """Return whether the scheduler moves in each pass that takes the step, or in each micro-batch before it."""
     mine, its = _iteration(move), _iteration(step)
+    if its[:-1] == mine != its and mentions_accumulation(getattr(its[-1].node, "iter", None)):
+        its = mine  # a loop over micro-batches, of which one takes the step
     if mine != its:
         backwards = [event.context.loops for event in trace.events() if event.kind == "scaled backward"]
         if mine[: len(its)] != its or mine not in backwards:
@@ -163,6 +169,8 @@ def _asks(guard: BranchGuard, move: SourceEvent) -> bool:
         return True
     for frame in move.frame.callers():
         for value in [PossibleValue(guard.test, frame), *frame.values(guard.test)] if guard.test is not None else ():
+            if isinstance(value.node, ast.Compare) and _checks_step(ast.unparse(value.node)):
+                return True  # applied = scaler.get_scale() >= before
             if isinstance(value.node, ast.Call):
                 called = (dotted_text(value.node.func) or "").rpartition(".")[2]
                 target = value.frame.callee(value.node)

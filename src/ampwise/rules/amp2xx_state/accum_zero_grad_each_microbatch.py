@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.accelerators import cleared_while_accumulating
 from ampwise.check.source.accumulation import events_of_each_micro_batch
-from ampwise.check.source.names import dotted_text
+from ampwise.check.source.guards import guards_of
+from ampwise.check.source.names import code_of, dotted_text, method_called
+from ampwise.check.source.precision import argument_of
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -31,7 +35,11 @@ RULE = Rule(
         "    scaler.update()\n    optimizer.zero_grad()"
     ),
 )
-NEEDS = ((".backward(",), ("zero_grad", "grad = None"), ("autocast", "caler", "float16", ".half("))
+NEEDS = (
+    (".backward(", "update_grad="),
+    ("zero_grad", "grad = None"),
+    ("autocast", "caler", "float16", ".half(", "mixed_precision"),
+)
 
 WHOLE_MODEL = frozenset(("model", "net", "network"))
 FEWEST = 3  # steps; dropping the gradients of a bad batch is rarer
@@ -40,6 +48,14 @@ FEWEST = 3  # steps; dropping the gradients of a bad batch is rarer
 def check_source(code: SourceFile) -> Findings:
     for event in events_of_each_micro_batch(code, "zero grad", _clears_what_accumulates):
         yield RULE.at(event.place, "this discards the gradients of the earlier micro-batches")
+    for call in _cleared_before_wrapper(code):
+        yield RULE.at(code.script.place(call), "this discards the gradients of the earlier micro-batches")
+    for call in cleared_while_accumulating(code):
+        yield RULE.at(
+            code.script.place(call),
+            "in the last micro-batch, this discards the gradients of the earlier ones",
+            fix="Call `optimizer.zero_grad()` after `optimizer.step()`; in other micro-batches it then does nothing.",
+        )
 
 
 def _clears_what_accumulates(event: SourceEvent, window: AccumulationWindow) -> bool:
@@ -51,6 +67,24 @@ def _clears_what_accumulates(event: SourceEvent, window: AccumulationWindow) -> 
     model, models = dotted_text(event.receiver) or "", event.frame.outline.models
     is_only_model = model in models and len(models) == 1
     return clears_stepped or is_only_model or model.rpartition(".")[2] in WHOLE_MODEL
+
+
+def _cleared_before_wrapper(code: SourceFile) -> Iterator[ast.Call]:
+    """Yield each ``zero_grad()`` in the block before ``loss_scaler(loss, optimizer, update_grad=i % n == 0)``."""
+    for call in code.nodes(ast.Call) if "update_grad=" in code.script.text else ():
+        last, frame = argument_of(call, "update_grad"), code.frame(code.function_at(call))
+        if last is None or len(call.args) < 2 or not any(g.boundary for g in guards_of(last, frame)[0]):
+            continue
+        optimizer = code_of(call.args[1])
+        statement: ast.AST = code.script.statement(call)
+        while not isinstance(statement, ast.For | ast.While | ast.FunctionDef | ast.Module):
+            above = code.script.parents[statement]
+            for each in getattr(above, "body", []):
+                cleared = getattr(each, "value", None)
+                before = each.lineno < call.lineno and method_called(cleared) == "zero_grad"
+                if before and isinstance(cleared, ast.Call) and code_of(cleared.func) == f"{optimizer}.zero_grad":
+                    yield cleared
+            statement = above
 
 
 def check_run(run: RunEvents) -> Findings:

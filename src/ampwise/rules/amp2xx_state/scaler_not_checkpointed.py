@@ -38,7 +38,7 @@ RULE = Rule(
     ),
     fixable="sometimes",
 )
-NEEDS = (("caler",), ("save", "Save", "heckpoint", "ckpt", "dump", "state_dict"))
+NEEDS = (("caler", "Accelerator("), ("save", "Save", "heckpoint", "ckpt", "dump", "state_dict"))
 
 
 LOADS = LazyPattern(r"load|resume|restore", re.IGNORECASE)
