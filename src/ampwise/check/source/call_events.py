@@ -34,6 +34,7 @@ MANAGER_CLASS = LazyPattern(r"\b(MixedPrecision|Amp|AMP)\w*(Manager|Trainer|Hand
 MEASURE_NAME = LazyPattern(
     r"(^|_)grad(ient)?s?_?(norm|stat|flow|hist|magnitude)|(^|_)(log|plot|monitor|record|track)_grad|norm_of_grad"
 )
+UNWRAPS = LazyPattern(r"(^|_)(get|unwrap|unwrapped)_?(model|net|module)$|^(unwrap|de_parallel)\w*$")
 MULTIPLIED_BY_SCALE = LazyPattern(r"get_scale\(|loss_scale|\b_?(inv_)?scale\b|scaler", re.IGNORECASE)
 CLIPPING_FACTOR = LazyPattern(r"clip|coef|max_norm|norm")
 SCALING_FACTOR = LazyPattern(r"scale", re.IGNORECASE)
@@ -51,7 +52,7 @@ HARMLESS = frozenset(
 GRADIENTS = ("grads", "gradients", "device_grads", "all_grads")
 IN_PLACE = ("clamp_", "clip_", "mul_", "div_", "_foreach_mul_", "_foreach_div_", "_foreach_clamp_max_")
 
-# Methods of nn.Module, DDP and pretrained models that are not a forward; ``model.module`` is the model itself.
+# Methods of nn.Module, DDP, pretrained models and tensors that are not a forward; ``model.module`` is the model itself.
 MODULE_METHODS = frozenset(
     "add_module apply bfloat16 buffers children compile cpu cuda double eval extra_repr float get_parameter "
     "get_submodule half load_state_dict modules named_buffers named_children named_modules named_parameters parameters "
@@ -60,7 +61,8 @@ MODULE_METHODS = frozenset(
     "resize_token_embeddings gradient_checkpointing_enable set_grad_checkpointing load save load_weights save_weights "
     "init_weights freeze unfreeze set_input setup update_learning_rate print_networks save_networks load_networks step "
     "backward update append join_thread get info log summary items keys values format split replace device set "
-    "clip_grad_norm_ module".split()
+    "clip_grad_norm_ module batch_size astype argmax clone contiguous detach dim expand flatten item max mean min "
+    "numel numpy permute repeat reshape size squeeze sum tolist transpose unsqueeze view".split()
 )
 
 Recognised = tuple[list[Node], bool]  # the events of a call, and whether to follow it into its function
@@ -86,9 +88,11 @@ class EventRecogniser:
             return [SourceEvent(EventKind.GRAD_READ, node, context)], False
         # A call of a model, or of a method that its author defined, is a forward.
         func = node.func
-        models = [func.value, func] if isinstance(func, ast.Attribute) and func.attr not in MODULE_METHODS else [func]
+        models = [func]
+        if isinstance(func, ast.Attribute) and func.attr not in MODULE_METHODS:
+            models = [_inside(func.value), func]
         for model in models if node.args or node.keywords else ():
-            if _is_model(model, context.frame):
+            if is_model(model, context.frame, is_called=model is func):
                 return [SourceEvent(EventKind.FORWARD, node, context, key=context.frame.key(model))], True
         return [], True
 
@@ -104,7 +108,7 @@ class EventRecogniser:
             if isinstance(given, ast.Attribute) and given.attr in ("parameters", "named_parameters"):
                 given = given.value
             is_divided = any(MULTIPLIED_BY_SCALE.search(code_of(part)) for part in arguments_given(node))
-            return _is_model(given, frame) and not is_divided
+            return is_model(given, frame) and not is_divided
         if name not in READS or not isinstance(node.func, ast.Attribute):
             return False
         return _is_gradient(node.func.value) or _is_from_list(node.func.value, frame)
@@ -350,10 +354,17 @@ def _names_model(name: str) -> bool:
     return MODEL_NAME.search(name) is not None and not TENSOR_NAME.search(name)
 
 
-def _is_model(node: ast.expr, frame: Frame) -> bool:
+def _inside(node: ast.expr) -> ast.expr:
+    """Return ``model`` for ``get_model(model)`` and ``unwrap(model)``; another expression as it is."""
+    is_plain = isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords
+    return node.args[0] if is_plain and UNWRAPS.search(last_name(node.func)) else node  # type: ignore[attr-defined]
+
+
+def is_model(node: ast.expr, frame: Frame, is_called: bool = False) -> bool:
+    """Whether an expression is a model, by its name or by how the file uses it."""
     name = (dotted_text(node) or "").removesuffix(".module")
     named = name in frame.outline.models or _names_model(name.rpartition(".")[2])
-    if not named or name in ("", "self") or frame.role(node) is not None:
+    if not named or name in ("", "self") or frame.role(node) not in ((None, OPTIMIZER) if is_called else (None,)):
         return False
     return frame.qualified(node) is None and not isinstance(frame.definition(node), ClassOutline)
 

@@ -12,6 +12,7 @@ import functools
 import re
 from typing import TypeGuard
 
+from ampwise.check.source.call_events import MODULE_METHODS, is_model
 from ampwise.check.source.constructors import find_constructors
 from ampwise.check.source.dictionary_changes import changes_of
 from ampwise.check.source.events import EventContext
@@ -33,6 +34,7 @@ LIKELY_HALF, LIKELY_BF16 = "model in float16", "model in bfloat16"
 LIKELY = {FP16: LIKELY_HALF, BF16: LIKELY_BF16}
 # Part of what such a model returns: its scores, or anything else.
 PART = {LIKELY_HALF: "part of a model's output in float16", LIKELY_BF16: "part of a model's output in bfloat16"}
+METHOD = "result of a model's method in float16"  # scores, if it is called so
 HALVES: dict[str | None, str] = {HALF: "FP16", LIKELY_HALF: "FP16", BF16: "BF16", LIKELY_BF16: "BF16"}
 
 
@@ -163,7 +165,7 @@ class TensorDtypes:
         if not self.any_mode or SINGLE in dtypes or len(set(dtypes)) == 1:
             return _common(dtypes)
         sure = [dtype for dtype in dtypes if dtype is not None]
-        order = [*PART.values(), *LIKELY.values(), *LIKELY]  # the least certain first, FP16 before BF16
+        order = [METHOD, *PART.values(), *LIKELY.values(), *LIKELY]  # the least certain first, FP16 before BF16
         found = next((dtype for dtype in order if dtype in sure), None)
         return LIKELY.get(found or "", found) if None in dtypes else found
 
@@ -251,7 +253,7 @@ class TensorDtypes:
         context = self._context(node, frame)
         call = node.value if isinstance(node, ast.Subscript) and _is_element(node) else node
         outside = context is not None and not context.autocasts
-        return outside and isinstance(call, ast.Call) and _is_model(call, frame)
+        return outside and isinstance(call, ast.Call) and (_is_model(call, frame) or _is_method(call, frame))
 
     def _of_arithmetic(self, node: ast.BinOp, context: EventContext, seen: Seen) -> str | None:
         if isinstance(node.op, ast.FloorDiv) or _is_number(node, context.frame):
@@ -291,6 +293,8 @@ class TensorDtypes:
         if found is None or found[0] == "forward":
             return LIKELY[half] if half and _is_model(node, frame) else None
         name, tensor = found
+        if self.any_mode and half == FP16 and _is_method(node, frame):
+            return METHOD
         if isinstance(node.func, ast.Attribute) and frame.qualified(node.func) is None:
             cast = self._of_cast(node, name, tensor, context, seen)
             if cast is not None:
@@ -382,6 +386,12 @@ def half_format(context: EventContext) -> str | None:
     if autocast is None or not autocast.may_be_on or autocast.device == "cpu":
         return None
     return next((dtype for dtype in (FP16, BF16) if dtype in (autocast.dtypes or ())), None)
+
+
+def _is_method(call: ast.Call, frame: Frame) -> bool:
+    """Whether this calls a method of a model that its author defined."""
+    func = call.func
+    return isinstance(func, ast.Attribute) and func.attr not in MODULE_METHODS and is_model(func.value, frame)
 
 
 def _is_model(call: ast.Call, frame: Frame) -> bool:

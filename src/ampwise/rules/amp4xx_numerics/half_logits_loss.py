@@ -3,11 +3,13 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.tensor_dtypes import (
     HALF,
     LIKELY_BF16,
     LIKELY_HALF,
+    METHOD,
     PART,
     layers_called,
     tensor_dtypes,
@@ -45,6 +47,7 @@ LOSS_LAYERS = (
     *("DiceCELoss", "DiceFocalLoss", "FocalLoss"),  # of MONAI
 )
 LAYERS = (*LOSS_LAYERS, "LogSoftmax")
+SCORES = LazyPattern(r"logit|score|pred")
 TRAINS = (".backward(", ".zero_grad(", "caler(loss")
 NEEDS = (("autocast",), TRAINS, (*FUNCTIONS[:3], "log_softmax", "logsumexp", ".log(", *LAYERS))
 
@@ -61,7 +64,8 @@ def check_source(code: SourceFile) -> Findings:
         for tensor in _scores(call, context):
             dtype = dtypes.dtype(tensor, context)
             # Part of an output in BF16 is often upcast, as by the models of transformers.
-            if dtype in (HALF, LIKELY_HALF, PART[LIKELY_HALF], BF16, LIKELY_BF16):
+            is_scores = dtype == METHOD and bool(SCORES.search(ast.unparse(tensor)))
+            if is_scores or dtype in (HALF, LIKELY_HALF, PART[LIKELY_HALF], BF16, LIKELY_BF16):
                 reported.add(code.script.statement(call))
                 where, tensor = _given_by(call, tensor, context, code)
                 if code.script.statement(where) in reported and where is not call:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.call_events import ANYTHING, is_model
 from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
@@ -60,6 +61,7 @@ EVALUATION_STEP = LazyPattern(
     r"^_?(eval|evaluation|valid|val|validation|test)_?(forward|step|batch|iter|fn|func)$|"
     r"^_?forward_(eval|evaluation|valid|val|validation|test)$"
 )
+INFERER = LazyPattern(r"infer(er|ence)$", re.IGNORECASE)  # runs the model that it gets, patch by patch
 EVALUATION, TRAINING = "evaluation", "training"
 PHASE = LazyPattern(
     r" Eq '((?P<evaluation>val|valid|validation|eval|evaluation|test|dev)|train|training)'$", re.IGNORECASE
@@ -147,8 +149,15 @@ class EvaluationCode:
         sites = [site for trace in traces for site in trace.calls]
         for site in sites:
             name = last_name(site.call.func)
-            if site.call.args and EVALUATION_STEP.search(name) and site.context.frame.callee(site.call) is None:
-                self.forwards.append(SourceEvent("forward", site.call, site.context))
+            if site.call.args and EVALUATION_STEP.search(name):
+                target = site.context.frame.callee(site.call)
+                if target is None or target[0].is_abstract:
+                    self.forwards.append(SourceEvent("forward", site.call, site.context))
+            elif INFERER.search(name) and site.context.frame.callee(site.call) is None:
+                given = [part for part in arguments_given(site.call) if is_model(part, site.context.frame)]
+                if given:  # sliding_window_inference(x, size, batch, model)
+                    key = site.context.frame.key(given[0])
+                    self.forwards.append(SourceEvent("forward", site.call, site.context, key=key))
         # The functions from which a call is reached under autocast; also for calls of functions that use it.
         self.wrapped: dict[ast.AST | None, set[FunctionOutline]] = {}
         reached: list[SourceEvent | CodeSite] = [*self.forwards, *sites]
@@ -180,7 +189,8 @@ class EvaluationCode:
         if frame is None or (loop is None and _is_test_case(frame, self.text)):
             return None
         inside = events_in(loop.block) if loop is not None else [one for one in self.events if one.frame is frame]
-        if any(one.kind in BACKWARDS for one in inside) or _is_aside(frame, loop):
+        trains = any(one.kind in BACKWARDS or ANYTHING in one.keys for one in inside)
+        if trains or _is_aside(frame, loop):
             return None
         if _is_branch_without_autocast(event, inside) or _casts(event, frame) or _may_be_wrapped(event, frame):
             return None
@@ -243,8 +253,18 @@ def _is_whole_validation(event: SourceEvent, loop: Loop) -> bool:
         return False
     if not any(word in ast.unparse(block.items[0]) for word in ("no_grad", "inference_mode")):
         return False
-    measures = MEASURES.search(ast.unparse(block).lower()) is not None
-    return measures and any(VALIDATION_DATA.search(ast.unparse(given)) for given in arguments_given(call))
+    if MEASURES.search(ast.unparse(block).lower()) is None:
+        return False
+    given = arguments_given(call)
+    return any(VALIDATION_DATA.search(ast.unparse(one)) or _is_read_from_evaluation(one, event.frame) for one in given)
+
+
+def _is_read_from_evaluation(node: ast.expr, frame: Frame) -> bool:
+    """Whether the last assignment of a name before its use is from evaluation data: ``x, y = next(test_data)``."""
+    bindings = frame.function.bindings.get(node.id, ()) if isinstance(node, ast.Name) else ()
+    assigned = [one.node for one in bindings if isinstance(one.node, ast.Assign) and one.node.lineno < node.lineno]
+    last = max(assigned, key=lambda one: one.lineno, default=None)
+    return last is not None and EVALUATION_DATA.search(ast.unparse(last.value)) is not None
 
 
 def _is_aside(frame: Frame, loop: Loop | None) -> bool:
