@@ -465,6 +465,15 @@ def _cases_of_call(frame: Frame, node: ast.Call) -> Iterator[Case]:
     yield Case(Made(node, frame), ALWAYS)
 
 
+def results_of_closure(made: Made, call: ast.Call) -> list[tuple[ast.expr, Frame]]:
+    """Return what a call of a lambda, or of a function made inside the one that returned it, returns."""
+    node, home = made.node, made.frame
+    if isinstance(node, ast.Lambda):
+        return [(node.body, home)]
+    inner = home.function.functions.get(node.id) if isinstance(node, ast.Name) else None
+    return [(value, home.enter(inner, call, None)) for value in inner.returns if value is not None] if inner else []
+
+
 def _text(cases: list[Case]) -> list[Case]:
     """Return the cases of ``str(dtype)``: a literal stays, a dtype becomes its name."""
     return [
@@ -562,7 +571,7 @@ def _cases_of_name(frame: Frame, node: ast.Name) -> Iterable[Case]:
         qualified = frame.outline.imports.qualified(node)
         if qualified in DTYPES:
             return [Case(Known(Dtype(DTYPES[qualified])), ALWAYS)]
-        return [Case(Made(node, frame) if qualified else Option(name), ALWAYS)]
+        return [Case(Made(node, frame) if qualified or frame.definition(node) else Option(name), ALWAYS)]
     home = next((outer for outer in frame.callers() if outer.function is function), None)
     home = home or frame.lookup.frame(function, frame.instance_of)
     found: list[Case] = []

@@ -23,6 +23,7 @@ from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.modes import dtype_in
 from ampwise.check.source.names import arguments_given, last_name, method_called
+from ampwise.check.source.outline import FunctionOutline
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.project import SourceFile
 from ampwise.check.source.relevance import Words, says
@@ -48,6 +49,9 @@ KEEPS_MORE = LazyPattern(
 TRAINS_OTHERS = LazyPattern(
     r"peft(?<![a-z]peft)|lora(?<![a-z]lora)|qlora(?<![a-z]qlora)|adapter|load_in_[48]bit|prepare_model_for|"
     r"cast_training_params"
+)
+ADAPTS = LazyPattern(
+    r"get_peft_model|(apply|add|inject|insert|replace|with|to)\w*_(lora|adapter)|lora_?model|^(apply|add|inject)_?lora"
 )
 # What is frozen: `net.requires_grad_(False)`, a loop over its parameters, `freeze(net)`.
 FREEZES = LazyPattern(
@@ -180,7 +184,8 @@ def sharded_in(code: SourceFile, dtype: str) -> Iterator[tuple[ast.expr, Conditi
 @functools.lru_cache(maxsize=4)  # several rules use it for one file
 def trained_half_models(code: SourceFile) -> list[TrainedHalfModel]:
     """Return the half models that are trained: an optimizer gets their parameters, and a backward follows the cast."""
-    if not _may_train_half(code):
+    adapts = not _may_train_half(code)
+    if adapts and not _casts_adapters(code):
         return []
     found: dict[tuple[int, str, str], TrainedHalfModel] = {}
     for site in _sites(code):
@@ -194,6 +199,8 @@ def trained_half_models(code: SourceFile) -> list[TrainedHalfModel]:
             target = frame.key(targets[0]) if len(targets) == 1 else None
             ways = conditions_at(frame, call)
             for model in _models_optimized(call, site, code):
+                if adapts and model.node not in _casts_adapters(code):
+                    continue
                 if any(joined(model.given, way) is not None for way in ways):
                     pair = TrainedHalfModel(model, call, frame, target)
                     found.setdefault((id(call), model.key, model.dtype), pair)
@@ -318,6 +325,21 @@ def _may_train_half(code: SourceFile) -> bool:
     return ("half" in text or "float16" in text or "fp16" in text) and not (
         TRAINS_OTHERS.search(text) or KEEPS_MORE.search(text)
     )
+
+
+@functools.lru_cache(maxsize=4)
+def _casts_adapters(code: SourceFile) -> set[ast.expr]:
+    """Return the casts of whole models that come after their adapters were made, which they cast, too."""
+    text = code.script.text.lower()
+    if not TRAINS_OTHERS.search(text) or KEEPS_MORE.search(text):
+        return set()
+    made: dict[FunctionOutline, list[int]] = {}
+    for call in code.nodes(ast.Call):
+        if ADAPTS.search(last_name(call.func).lower()):
+            made.setdefault(code.function_at(call), []).append(call.lineno)
+    casts = [cast for those in _casts(code).values() for cast in those if cast.part == ""]
+    lines = [(cast.node, made.get(cast.site.context.frame.function, [])) for cast in casts]
+    return {node for node, adapted in lines if adapted and max(adapted) < node.lineno}
 
 
 @functools.lru_cache(maxsize=4)

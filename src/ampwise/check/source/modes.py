@@ -22,10 +22,12 @@ from ampwise.check.source.cases import (
     Known,
     Made,
     Option,
+    Value,
     as_display,
     cases_of,
     conditions_at,
     joined,
+    results_of_closure,
     truth_of,
 )
 from ampwise.check.source.events import EventContext, EventKind, SourceEvent
@@ -36,6 +38,8 @@ from ampwise.check.source.project import SourceFile
 from ampwise.check.source.steps import BACKWARDS, Region
 from ampwise.check.source.torch_names import AUTOCASTS, BF16, FP16, FP32, GRAD_SCALERS, SPELLINGS
 from ampwise.check.source.tree_walk import walk
+
+Arguments = dict[str, tuple[ast.expr, Frame]]  # of a call, by name
 
 MOST_MODES = 200  # of one file
 NO_AUTOCAST, UNKNOWN = "off", "unknown"
@@ -244,8 +248,10 @@ def _made_by(maker: Case, call: ast.Call, frame: Frame, given: Conditions) -> li
     if not isinstance(maker.value, Made):
         return [Autocast(UNKNOWN, given, call, frame)]
     made, home = maker.value.node, maker.value.frame
-    if isinstance(made, ast.Lambda):
-        results = [(case, joined(case.given, given)) for case in cases_of(home, made.body)]
+    returned = results_of_closure(maker.value, call)
+    if returned:
+        cases = [case for value, where in returned for case in cases_of(where, value)]
+        results = [(case, joined(case.given, given)) for case in cases]
         region = AutocastContext(call, frame)
         return [one for case, both in results if both is not None for one in _read(Case(case.value, both), region)]
     if isinstance(made, ast.Call) and made.args:
@@ -265,10 +271,19 @@ def _read_call(
 ) -> Iterator[Autocast]:
     """Yield what one constructor call makes, for each device, dtype and ``enabled``."""
     names = ("device_type", "dtype", "enabled") if device is None else ("enabled", "dtype")
-    arguments = _arguments(call, frame, names, partial)
-    if arguments is None:
+    ways = _arguments(call, frame, names, partial)
+    if ways is None:
         yield Autocast(UNKNOWN, given, call, frame, device)
         return
+    for arguments, when in ways:
+        together = joined(given, when)
+        if together is not None:
+            yield from _with_arguments(arguments, call, frame, device, together)
+
+
+def _with_arguments(
+    arguments: Arguments, call: ast.Call, frame: Frame, device: str | None, given: Conditions
+) -> Iterator[Autocast]:
     devices: list[tuple[str | None, Conditions]] = [(device, ALWAYS)]
     if "device_type" in arguments:
         node, home = arguments["device_type"]
@@ -298,28 +313,30 @@ def _read_call(
 
 def _arguments(
     call: ast.Call, frame: Frame, names: tuple[str, ...], partial: tuple[ast.Call, Frame] | None
-) -> dict[str, tuple[ast.expr, Frame]] | None:
-    """Return the arguments of a call by name, with those of ``partial(...)`` and ``**table``; None if unknown."""
+) -> list[tuple[Arguments, Conditions]] | None:
+    """Return the arguments of a call by name, with those of ``partial(...)`` and each ``**table``; None if unknown."""
     calls = [(call, frame, 0)] if partial is None else [(*partial, 1), (call, frame, 0)]
-    found: dict[str, tuple[ast.expr, Frame]] = {}
+    found: list[tuple[Arguments, Conditions]] = [({}, ALWAYS)]
     for one, home, first in calls:
-        for position, name in enumerate(names):
-            argument = argument_of(one, name, position + first)
-            if argument is not None:
-                found[name] = (argument, home)
+        named = [(name, argument_of(one, name, position + first)) for position, name in enumerate(names)]
+        own = {name: (argument, home) for name, argument in named if argument is not None}
+        found = [(arguments | own, given) for arguments, given in found]
         for word in one.keywords:
             if word.arg is None:
-                unpacked = _unpacked(word.value, home)
-                if unpacked is None:
+                tables = [(_table(case.value), case.given) for case in cases_of(home, word.value)]
+                found = [
+                    (arguments | (table or {}), both)
+                    for arguments, given in found
+                    for table, when in tables
+                    if (both := joined(given, when)) is not None
+                ]
+                if any(table is None for table, _ in tables):
                     return None
-                found |= unpacked
     return found
 
 
-def _unpacked(table: ast.expr, frame: Frame) -> dict[str, tuple[ast.expr, Frame]] | None:
+def _table(value: Value) -> Arguments | None:
     """Return the arguments that ``**table`` gives, by name; None if they are unknown."""
-    cases = cases_of(frame, table)
-    value = cases[0].value if len(cases) == 1 else None
     display = as_display(value.node) if isinstance(value, Made) else None
     if not isinstance(display, ast.Dict) or not isinstance(value, Made):
         return None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ampwise.check.source.cases import Made, cases_of
+from ampwise.check.source.cases import Made, cases_of, results_of_closure
 from ampwise.check.source.frame import Frame, PossibleValue
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
@@ -167,6 +167,11 @@ def _autocasts(call: ast.Call, frame: Frame) -> Iterator[AutocastContext]:
             made = home.qualified(maker)
             if made in AUTOCASTS:
                 yield _read_call(call, frame, AUTOCASTS[made])
+    for case in cases_of(frame, call.func) if isinstance(call.func, ast.Name | ast.Attribute) else ():
+        for value, home in results_of_closure(case.value, call) if isinstance(case.value, Made) else ():
+            made = home.qualified(value.func) if isinstance(value, ast.Call) else None
+            if isinstance(value, ast.Call) and made in AUTOCASTS:
+                yield _read_call(value, home, AUTOCASTS[made])
     yield from _returned_autocasts(call, frame)
 
 

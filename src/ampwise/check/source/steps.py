@@ -17,7 +17,7 @@ from ampwise.check.source.call_events import ANYTHING
 from ampwise.check.source.events import BranchGuard, EventBlock, EventKind, Loop, SourceEvent
 from ampwise.check.source.execution_paths import ExecutionPath, paths_through, sampled_paths
 from ampwise.check.source.precision import AutocastContext
-from ampwise.check.source.walk import CodeTrace, WorkBudget, events_in
+from ampwise.check.source.walk import CodeSite, CodeTrace, WorkBudget, events_in
 from ampwise.finding import Place
 
 BACKWARDS = (EventKind.BACKWARD, EventKind.SCALED_BACKWARD)
@@ -113,7 +113,14 @@ class Region:
     @functools.cached_property
     def autocasts(self) -> list[AutocastContext]:
         """Autocast regions entered in the step that may be enabled, each once."""
-        sites = self.trace.statements_in(self.loop)
+        return self._entered(self.trace.statements_in(self.loop))
+
+    @functools.cached_property
+    def autocasts_with_gradients(self) -> list[AutocastContext]:
+        """Those of the training, without those of an evaluation or of a teacher."""
+        return self._entered([site for site in self.trace.statements_in(self.loop) if not site.context.no_grad])
+
+    def _entered(self, sites: list[CodeSite]) -> list[AutocastContext]:
         found = {autocast.node: autocast for site in sites for autocast in site.context.autocasts}
         return [autocast for autocast in found.values() if autocast.may_be_on]
 

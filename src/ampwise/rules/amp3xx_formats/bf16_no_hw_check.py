@@ -11,7 +11,7 @@ from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.modes import Autocast, entered_by, is_off_gpu
 from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
 from ampwise.check.source.precision import AutocastContext, argument_of
-from ampwise.check.source.torch_names import BF16, SPELLINGS
+from ampwise.check.source.torch_names import BF16, DTYPES, SPELLINGS
 from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
@@ -69,6 +69,12 @@ def check_source(code: SourceFile) -> Findings:
         return
     if not any(region.has("optimizer step", "scaler step", "opaque") for region in code.regions):
         return  # inference and tests may be written for a known GPU
+    for pair in half_optimizers(code, BF16) if "cuda" in code.script.text else ():
+        model = pair.model
+        if model.context.frame.outline is code.outline and _is_default(model.given, code):
+            place = code.script.place(_names_bf16(model.node))
+            yield RULE.at(place, "this file does not check that the GPU has BF16, the dtype of these weights")
+            return
     judged: dict[tuple[ast.expr, Frame | None], bool] = {}
     found: list[CodeSite] = []
     for site in code.statements:
@@ -82,22 +88,25 @@ def check_source(code: SourceFile) -> Findings:
     # One check fixes them all: the training's autocast is the one to name.
     chosen = min(found, key=lambda site: site.context.no_grad, default=None)
     if chosen is not None and chosen.context.autocast is not None:
-        place = code.script.place(chosen.context.autocast.node)
+        node = chosen.context.autocast.node
+        named = [] if ABOUT_BF16.search(ast.unparse(node)) else _literals(code)
+        place = code.script.place(named[0] if len(named) == 1 else node)  # where the choice is made
         yield RULE.at(
             place, "this file does not check that the GPU has BF16: before compute capability 8.0 it is emulated"
         )
         return
-    for pair in half_optimizers(code, BF16) if "cuda" in code.script.text else ():
-        model = pair.model
-        if model.context.frame.outline is code.outline and _is_default(model.given, code):
-            place = code.script.place(_names_bf16(model.node))
-            yield RULE.at(place, "this file does not check that the GPU has BF16, the dtype of these weights")
-            return
     for node, given, _ in sharded_in(code, BF16) if "cuda" in code.script.text else ():
         if _is_default(given, code) and not any(map(ABOUT_DTYPE.search, given)):  # else someone asks for it
             place = code.script.place(node)
             yield RULE.at(place, "this file does not check that the GPU has BF16, in which FSDP gathers these weights")
             return
+
+
+def _literals(code: SourceFile) -> list[ast.Attribute]:
+    """Return where a file assigns BF16 as a dtype, maybe as one of several; nothing if it also names it elsewhere."""
+    named = [node for node in code.nodes(ast.Attribute) if node.attr == "bfloat16"]
+    halves = [node for node in named if DTYPES.get(code.outline.imports.qualified(node) or "") == BF16]
+    return halves if all(isinstance(code.script.statement(node), ast.Assign) for node in halves) else []
 
 
 def _names_bf16(cast: ast.Call) -> ast.expr:

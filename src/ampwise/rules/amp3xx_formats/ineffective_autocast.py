@@ -42,10 +42,10 @@ UNTOUCHED = frozenset(
     (
         *("backward", "step", "update", "unscale_", "zero_grad", "scale", "clip_grad_norm_", "clip_grad_value_"),
         *("parameters", "to", "cuda", "cpu", "detach", "item", "print", "len", "append", "float", "int", "format"),
-        *("set_postfix", "set_description", "get_scale", "get_last_lr", "synchronize"),
+        *("set_postfix", "set_description", "get_scale", "get_last_lr", "synchronize", "register_hook"),
     )
 )
-OF_THE_STEP = frozenset(("backward", "step", "update", "unscale_", "zero_grad", "to", "cuda"))
+OF_THE_STEP = frozenset(("backward", "step", "update", "unscale_", "zero_grad", "to", "cuda", "register_hook"))
 # Losses by name; one with a network of its own has something to cast, and is left alone.
 LOSS = LazyPattern(
     r"loss|crit(?!ic)|cross_ent|objective|(^|_)(bce|ce|l1|l2|mse|mae|nll|ctc|dice|focal|kl\w*)(_|$)", re.I
@@ -58,6 +58,7 @@ PLAIN_CALLS = UNTOUCHED | KEEPS | TAKES_SINGLE | {"long", "size", "sum", "isnan"
 OTHERWISE = LazyPattern(
     r"\.(half|bfloat16)\(\)|MixedPrecision|deepspeed|accelerat|fp8|fully_shard|apex\b(?<!\wapex)|torch_dtype|set_default_dtype"
 )
+TOLD = LazyPattern(r"(^|_)(fp16|amp|half|autocast|mixed_precision)($|_)")
 IN_TIME = LazyPattern(r"epoch|step|iter|warm|batch_?idx|\bi\b|<|>")  # FP32 at the start of training
 STEPS_BACK = 3  # assignments from the argument of a loss back to the forward
 HARMLESS = ast.Expr | ast.Assign | ast.AugAssign | ast.If | ast.Pass
@@ -87,7 +88,12 @@ def check_source(code: SourceFile) -> Findings:
 
 def _nothing_to_cast(body: list[ast.stmt]) -> bool:
     names = set()
-    for part in (part for statement in body for part in walk(statement)):
+    parts = [part for statement in body for part in walk(statement)]
+    hooks = [part for part in parts if isinstance(part, ast.Call) and method_called(part) == "register_hook"]
+    later = {part for hook in hooks for given in hook.args for part in walk(given)}  # run by the backward
+    for part in parts:
+        if part in later:
+            continue
         if isinstance(part, ast.stmt) and not isinstance(part, HARMLESS):
             return False
         if isinstance(part, ast.ListComp | ast.GeneratorExp | ast.Await | ast.Lambda):
@@ -125,6 +131,8 @@ def _only_the_loss(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
         events = trace.events()
         trains = any(event.kind in ("backward", "scaled backward") for event in events)
         forwards = {event.node: event.context for event in events if event.kind == "forward"}
+        if any(TOLD.search(word.arg or "") for node in forwards for word in getattr(node, "keywords", ())):
+            continue  # model(x, use_fp16=True) autocasts by itself
         training = [context for context in forwards.values() if not context.no_grad]
         if not trains or any(context.in_autocast and context.loops for context in training):
             continue

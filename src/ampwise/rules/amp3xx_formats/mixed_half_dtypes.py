@@ -86,7 +86,9 @@ def _evaluated_in_another(code: SourceFile, reported: set[object]) -> Findings:
     for event in code.events:
         autocast = event.context.autocast
         dtypes = trained.get(event.key or "", {}) if event.kind == EventKind.FORWARD and event.context.no_grad else {}
-        if autocast is None or len(dtypes) != 1 or not autocast.known or not autocast.dtype_given:
+        if autocast is None or len(dtypes) != 1 or not autocast.known:
+            continue
+        if not autocast.dtype_given and autocast.device != "cuda":
             continue
         ((dtype, forward),) = dtypes.items()
         here = {one.dtype for one in autocasts_in(event.context)} - {NO_AUTOCAST}

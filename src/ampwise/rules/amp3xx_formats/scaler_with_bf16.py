@@ -47,7 +47,7 @@ def check_source(code: SourceFile) -> Findings:
     for mode in scaled:
         if mode.autocast.dtype != BF16 or mode.autocast.device == "cpu" or denies(mode.given, BF16):
             continue
-        if any(autocast.surely_fp16 for autocast in mode.region.autocasts):
+        if any(autocast.surely_fp16 for autocast in mode.region.autocasts_with_gradients):
             continue  # a step in both needs it
         if _is_contradictory(mode.given) or manages_scaling(mode.backward.receiver, mode.backward.frame):
             continue
