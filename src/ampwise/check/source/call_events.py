@@ -34,6 +34,7 @@ MANAGER_CLASS = LazyPattern(r"\b(MixedPrecision|Amp|AMP)\w*(Manager|Trainer|Hand
 MEASURE_NAME = LazyPattern(
     r"(^|_)grad(ient)?s?_?(norm|stat|flow|hist|magnitude)|(^|_)(log|plot|monitor|record|track)_grad|norm_of_grad"
 )
+PREPARES = LazyPattern(r"^(create|make|build|prepare|init|load|save|reset|log|print|register|add|configure)_")
 UNWRAPS = LazyPattern(r"(^|_)(get|unwrap|unwrapped)_?(model|net|module)$|^(unwrap|de_parallel)\w*$")
 MULTIPLIED_BY_SCALE = LazyPattern(r"get_scale\(|loss_scale|\b_?(inv_)?scale\b|scaler", re.IGNORECASE)
 CLIPPING_FACTOR = LazyPattern(r"clip|coef|max_norm|norm")
@@ -89,7 +90,7 @@ class EventRecogniser:
         # A call of a model, or of a method that its author defined, is a forward.
         func = node.func
         models = [func]
-        if isinstance(func, ast.Attribute) and func.attr not in MODULE_METHODS:
+        if isinstance(func, ast.Attribute) and func.attr not in MODULE_METHODS and not PREPARES.search(func.attr):
             models = [_inside(func.value), func]
         for model in models if node.args or node.keywords else ():
             if is_model(model, context.frame, is_called=model is func):
