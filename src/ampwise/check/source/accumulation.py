@@ -17,7 +17,7 @@ from ampwise.check.source.accelerators import ITS_SCALER
 from ampwise.check.source.events import BranchGuard, EventKind, Loop, SourceEvent
 from ampwise.check.source.execution_paths import ExecutionPath
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import code_of, dotted_text, last_name, method_called
+from ampwise.check.source.names import arguments_given, code_of, dotted_text, last_name, method_called
 from ampwise.check.source.steps import BACKWARDS, STEPS, Region
 from ampwise.check.source.tree_walk import walk
 
@@ -163,7 +163,7 @@ def _tested(region: Region) -> Iterator[AccumulationWindow]:
                 tests[guard.text] = guard, size, guards[:index]
             steps.setdefault(guard.text, []).append(event)
     for text, (guard, size, around) in tests.items():
-        backwards = _applied_by(steps[text], region)
+        backwards = _applied_by(steps[text], region, guard)
         taken = set(steps[text])
         paths = [path for path in region.paths if _is_between(path, guard, around, backwards, taken, region)]
         if paths:
@@ -176,12 +176,14 @@ def _loops_with_a_step(region: Region) -> set[Loop]:
     return computing & {loop for event in region.events_of(*STEPS) for loop in event.context.loops}
 
 
-def _applied_by(steps: list[SourceEvent], region: Region) -> dict[SourceEvent, None]:
+def _applied_by(steps: list[SourceEvent], region: Region, last_batch: BranchGuard) -> dict[SourceEvent, None]:
     """Return the backwards whose gradients these steps apply: those before them, after the step of another optimizer.
 
-    If a step comes first in its loop, it applies what the previous iterations left: all backwards.
+    If a step comes first in its loop, it applies what the previous iterations left: all backwards. The other micro-
+    batches may have a backward of their own, under ``model.no_sync()``.
     """
     optimizers = {optimizer_of(step) for step in steps}
+    is_only = all(optimizer_of(step) in optimizers for step in region.events_of(*STEPS))
     last = set(steps)
     found: dict[SourceEvent, None] = {}
     for path in region.paths:
@@ -193,7 +195,9 @@ def _applied_by(steps: list[SourceEvent], region: Region) -> dict[SourceEvent, N
                 found.update(dict.fromkeys(waiting))
             elif event.kind in STEPS or event.kind == EventKind.ZERO_GRAD:
                 waiting = []  # a step beside these, or another optimizer's, has applied them
-    if not found and all(optimizer_of(step) in optimizers for step in region.events_of(*STEPS)):
+        if is_only and path.decided.get(last_batch.text) is (not last_batch.holds):
+            found.update(dict.fromkeys(waiting))
+    if not found and is_only:
         found = dict.fromkeys(region.events_of(*BACKWARDS))
     inner = _loops_with_a_step(region)
     return {event: None for event in found if inner.isdisjoint(event.context.loops)}
@@ -287,7 +291,7 @@ def _looped(region: Region) -> Iterator[AccumulationWindow]:
     steps = region.events_of(*STEPS)
     stepping = {loop for event in steps for loop in event.context.loops}
     for loop in loops:
-        if loop in stepping or not _goes_through_micro_batches(loop.node):
+        if loop in stepping or not (_goes_through_micro_batches(loop.node) or _goes_through_pieces(loop)):
             continue
         size = _rounds(loop.node)
         paths = [path for path in region.paths if any(loop in event.context.loops for event in path.events)]
@@ -312,6 +316,17 @@ def _goes_through_micro_batches(node: ast.For | ast.AsyncFor | ast.While) -> boo
     if _rounds(node) is None:
         return False
     return any(isinstance(part, ast.Call) and last_name(part.func) in FETCHES for part in walk(node))
+
+
+def _goes_through_pieces(loop: Loop) -> bool:
+    """Whether a loop goes through rows that were made micro-batches: ``x.reshape(-1, micro_batch_size, n)``."""
+    if isinstance(loop.node, ast.While) or _sees_whole_window(loop.node):
+        return False
+    given = arguments_given(loop.node.iter) if isinstance(loop.node.iter, ast.Call) else [loop.node.iter]
+    values = [value.node for part in given if isinstance(part, ast.Name) for value in loop.frame.values(part)]
+    calls = [part for value in values if value is not None for part in walk(value) if isinstance(part, ast.Call)]
+    shapes = [call for call in calls if method_called(call) in ("reshape", "view", "unflatten")]
+    return bool(shapes) and all(any(map(mentions_accumulation, call.args)) for call in shapes)
 
 
 def _slices_by(node: ast.For | ast.AsyncFor) -> bool:

@@ -45,6 +45,8 @@ OTHER_DIVISOR = LazyPattern(r"world|rank|norm|clip|coef|(^|_)eps|scal", re.IGNOR
 SAID_TO_SUM = LazyPattern(r"#.*reduction\W{1,4}sum")  # "NOTE: reduction == sum, there is no normalisation yet"
 BUILT_IN = frozenset(("torch", "len", "max", "min", "float", "int"))
 MEASURES = frozenset(("sum", "size", "numel", "nelement", "count_nonzero", "norm"))
+NUMBERS = LazyPattern(r"\.item\(\)|\.shape\b|\.size\(")  # taken from a loss or its mask
+DEVIATIONS = frozenset(("std", "var"))  # what rewards are standardised by, whatever they are of
 BOUNDS = frozenset(("clamp", "clamp_min", "clip", "item"))  # a measure, if of one: mask.sum().clamp(min=1)
 
 
@@ -107,7 +109,7 @@ class LossNormalisation:
             # A plain name is another loss, or one that _Flow follows.
             if isinstance(division.target, ast.Subscript | ast.Attribute):
                 text = code_of(division.target)
-                if "loss" in text.lower() and ".item()" not in text and self.says_size(division.divisor):
+                if "loss" in text.lower() and not NUMBERS.search(text) and self.says_size(division.divisor):
                     return True
         return False
 
@@ -239,6 +241,8 @@ class _Flow:
                 continue
             inner = node
             while isinstance(inner, ast.Subscript | ast.Call | ast.Attribute):
+                if isinstance(inner, ast.Attribute) and inner.attr in DEVIATIONS:
+                    return True
                 is_measure = isinstance(inner, ast.Attribute) and (inner.attr in MEASURES or inner.attr == "shape")
                 if is_measure or (isinstance(inner, ast.Call) and dotted_text(inner.func) in ("len", "max", "min")):
                     return self._is_of_micro_batch(node, frame)

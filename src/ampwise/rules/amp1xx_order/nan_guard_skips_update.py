@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import re
 from typing import TYPE_CHECKING
 
@@ -7,6 +8,7 @@ from ampwise.check.source.call_events import ANYTHING
 from ampwise.check.source.cases import conditions_at
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.questions import guard_meaning, guard_source
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -54,12 +56,19 @@ def check_source(code: SourceFile) -> Findings:
                 # Where the check fails, after this backward.
                 left = [moment for moment in moments if moment.path.decided.get(guard.text) is (not guard.holds)]
                 is_possible = conditions_at(backward.frame, backward.node)  # not of a dtype that is never chosen
-                if guard in backward.context.guards or not left or not is_possible:
+                if guard in backward.context.guards or not left or not is_possible or _is_result(guard, backward):
                     continue
                 harm = next((harm for moment in left if (harm := _harm(moment, guard, region))), None)
                 if harm is not None and guard.test is not None:
                     yield RULE.at(update.frame.outline.script.place(guard.test), harm)
                     break
+
+
+def _is_result(guard: BranchGuard, backward: SourceEvent) -> bool:
+    """Whether it tests what the function with the backward returned: which of its ``return``s it was is not known."""
+    calls = {frame.call for frame in backward.frame.callers() if frame.call is not None}
+    names = [part for part in walk(guard.test) if isinstance(part, ast.Name)] if guard.test is not None else []
+    return guard.frame is not None and any(value in calls for name in names for value, _ in guard.frame.values(name))
 
 
 def _harm(moment: Moment, guard: BranchGuard, region: Region) -> str | None:

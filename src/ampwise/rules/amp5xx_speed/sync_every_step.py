@@ -46,8 +46,8 @@ OVER_PARAMETERS = LazyPattern(r"\b(named_)?parameters\(")
 OVER_LIST = LazyPattern(r"\b(param(eter)?s|param_list|params_list)\b")  # of tensors, or a dictionary of settings
 OF_A_TENSOR = frozenset(("grad", "data", "norm", "abs", "mean", "std", "var", "sum", "max", "min"))
 A_STEP = LazyPattern(r"step|iter|batch|optimi[sz]e|update|train")  # a function that is called once per step
-# Guards that distinguish parameters rather than steps.
-ABOUT_PARAMETERS = LazyPattern(r"grad|\bp\b|param|dim\b|weight|bias")
+# Guards that distinguish parameters rather than steps, or that almost every step passes.
+ABOUT_PARAMETERS = LazyPattern(r"grad|\bp\b|param|dim\b|weight|bias|is_?nan|isinf|isfinite")
 # The same in every step: which process this is, whether there is a logger.
 FOR_THE_WHOLE_RUN = LazyPattern(r"\b(ddp|distributed|master|main_process|rank)\b|(run|logger|writer) is not None$")
 LOGS = LazyPattern(r"^(log|log_\w+|add_scalars?|print|info|debug|set_postfix|set_postfix_str|set_description|write)$")
@@ -127,8 +127,15 @@ def _comprehensions_that_sync(root: ast.AST, frame: Frame) -> Iterator[ast.AST]:
             inside = node.value if isinstance(node, ast.DictComp) else node.elt
             user = frame.outline.script.parents.get(node)
             is_test = isinstance(user, ast.Call) and last_name(user.func) in ("any", "all")
+            if isinstance(user, ast.Call) and dotted_text(user.func) in ("max", "min") and _is_tensor(inside):
+                inside = ast.Call(ast.Name("float"), [inside], [])  # it compares them, one after the other
             if _reads_each_parameter(inside, node.generators[0], is_test):
                 yield node
+
+
+def _is_tensor(node: ast.expr) -> bool:
+    """Whether it is the result of a method of a tensor: ``p.grad.abs().max()``."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in OF_A_TENSOR
 
 
 def _ends_training(node: ast.AST, code: SourceFile) -> bool:
