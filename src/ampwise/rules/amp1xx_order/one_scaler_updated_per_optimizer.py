@@ -20,7 +20,9 @@ RULE = Rule(
     why=(
         "`update()` should be called once per iteration, after all optimizers have stepped. Called in between, it "
         "changes the scale while scaled gradients exist, so the next optimizer divides them by a scale they were not "
-        "multiplied by: its step is 2 times too large after an overflow, and half as large after 2000 clean steps."
+        "multiplied by: its step is 2 times too large after an overflow, and half as large after 2000 clean steps. If "
+        "each optimizer has a backward of its own, every iteration counts twice towards the growth of the scale, and "
+        "an overflow in one lowers the scale of both."
     ),
     fix="Call `scaler.update()` once, after the last `scaler.step`, or use one GradScaler per optimizer.",
     bad=(
@@ -57,10 +59,14 @@ def _before_another_step(moments: list[Moment], region: Region) -> str | None:
                 continue
             if None in (step.key, step.other, *mine) or not _once_per_iteration(step, region):
                 continue
-            # With a backward of its own after the update, the other optimizer has a whole cycle for itself.
-            if not {"opaque", "scaled backward"}.intersection([event.kind for event in following[:index]]):
-                line = step.spot(update)
+            between = {event.kind for event in following[:index]}
+            line = step.spot(update)
+            if not between & {"opaque", "scaled backward"}:
                 return f"the gradients applied in {line} were computed with the scale before this update"
+            # With a backward of its own after the update, the other optimizer has a whole cycle for itself.
+            loops = {*region.inner_loops(update), *region.inner_loops(step)}
+            if "opaque" not in between and region.loop is not None and not loops:
+                return f"`update` runs here and again after the step in {line}: the scale is judged twice per iteration"
     return None
 
 
