@@ -4,6 +4,8 @@
     python -m benchmarks.fp8 --part d4096
 
 gpt1300m, d4096   a GPT of 1.3 B parameters, and one of 8 layers and width 4096: BF16 against every recipe.
+roofline_gpt1300m, roofline_d4096
+                  where the time of their steps goes, kernel by kernel, and what FP8 could gain at most.
 never_slower_compiled, never_slower_eager
                   Fp8("measured") against BF16 on the four models of benchmarks/subjects.py.
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +44,16 @@ OURS = ("current", "delayed")  # "measured" has a part of its own: its choice ta
 MEASURED = Fp8("measured", backend="ampwise")  # torchao's recipes, compiled for each shape, would take minutes more
 TORCHAO = ("tensorwise", "rowwise")
 BF16 = "BF16"
+FP8_MATMULS, BF16_MATMULS, CASTS, OTHER = "matmuls in FP8", "matmuls in BF16", "casts to FP8", "other"
+KINDS = {  # kernels by name, the first that fits; cuBLAS writes FP8 operands as q and r
+    FP8_MATMULS: r"nvjet_\w*_q[qr]|e4m3|e5m2",
+    BF16_MATMULS: r"nvjet|gemm|cutlass|xmma",
+    "attention": r"sdpa|flash|fmha|cudnn",
+    CASTS: r"^(cast|amax|transpose)_kernel",
+    "clip and optimizer": r"adam|check_kernel|multi_tensor|decide",
+    "fused by torch.compile": r"^triton_",
+}
+H200_FP8 = 1979e12  # dense, datasheet
 ROUNDS, CALLS = 7, 3
 
 
@@ -150,6 +163,63 @@ def speed(name: str, shape: Shape, wanted: float) -> Result:
     return result
 
 
+def roofline(name: str, shape: Shape) -> Result:
+    """Where a step's time goes in BF16 and in FP8, and how fast it could be."""
+
+    def make(batch: int = shape.batch) -> Any:
+        return subjects.gpt(shape)
+
+    torch._dynamo.reset()
+    wide, narrow = (Trained(each, make, fp8, compiled=True) for each, fp8 in ((BF16, None), ("FP8", "current")))
+    for _ in range(4):
+        wide()
+    mine, its, _ = raced(wide, narrow)
+    spent = [kernel_ms(wide), kernel_ms(narrow)]
+    steps = [mine.median_ms, its.median_ms]
+    result = Result(
+        name=f"fp8_roofline_{name}_gpu",
+        title=f"Where the time of a step goes, {shape.name}, {shape.tokens} tokens",
+        claim="Milliseconds of a step by kind of kernel, from a profile of two steps after the race; idle is the rest "
+        "of the median step. FP8 by current scales.",
+        columns=["work", "BF16 ms", "FP8 ms", "saved ms"],
+    )
+    for kind in [*KINDS, OTHER]:
+        a, b = (each.get(kind, 0.0) for each in spent)
+        if a or b:
+            result.rows.append([kind, a, b, f"{a - b:+.2f}"])
+    idle = [max(0.0, step - sum(each.values())) for step, each in zip(steps, spent, strict=True)]
+    result.rows.append(["idle", *idle, f"{idle[0] - idle[1]:+.2f}"])
+    result.rows.append(["step", *steps, f"{steps[0] - steps[1]:+.2f}"])
+    blocks: Any = narrow.subject.model.blocks
+    flops = 6 * shape.tokens * sum(each.numel() for each in blocks.parameters() if each.ndim == 2)
+    in_fp8, casts = spent[1][FP8_MATMULS], spent[1][CASTS]
+    in_bf16 = spent[0][BF16_MATMULS] - spent[1][BF16_MATMULS]  # the head's are BF16 in both
+    at_peak = flops / H200_FP8 * 1e3
+    result.notes += [
+        f"Measured: {steps[0] / steps[1]:.3f} times as fast as BF16. The blocks' matmuls, {flops / 1e12:.1f} TFLOP a "
+        f"step: {flops / in_bf16 / 1e9:.0f} TFLOP/s in BF16, {flops / in_fp8 / 1e9:.0f} in FP8.",
+        f"With casts at no cost it would be {steps[0] / (steps[1] - casts):.2f}; with matmuls at the datasheet's "
+        f"{H200_FP8 / 1e12:.0f} TFLOP/s besides, which no power limit allows, "
+        f"{steps[0] / (steps[1] - casts - in_fp8 + at_peak):.2f}.",
+        f"Casts are {casts / steps[1]:.1%} of the FP8 step. Magnitudes of activations and gradients are found in "
+        "kernels fused by torch.compile, biases' gradients in the casts.",
+    ]
+    return result
+
+
+def kernel_ms(trained: Trained, steps: int = 2) -> dict[str, float]:
+    """Milliseconds of a step by kind of kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            trained()
+        torch.cuda.synchronize()
+    spent: dict[str, float] = {}
+    for kernel in profile.key_averages():
+        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel.key)), OTHER)
+        spent[kind] = spent.get(kind, 0.0) + kernel.self_device_time_total / 1e3 / steps
+    return spent
+
+
 def tried(
     wide: Trained,
     name: str,
@@ -206,8 +276,10 @@ def _against(make: Callable[..., Any], compiled: bool) -> list[str | float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parts: dict[str, Callable[[], Result]] = {
-        "d4096": lambda: speed("d4096", D4096, 1.30),
-        "gpt1300m": lambda: speed("gpt1300m", GPT_1_3B, 1.15),
+        "d4096": lambda: speed("d4096", D4096, 1.42),
+        "gpt1300m": lambda: speed("gpt1300m", GPT_1_3B, 1.20),
+        "roofline_d4096": lambda: roofline("d4096", D4096),
+        "roofline_gpt1300m": lambda: roofline("gpt1300m", GPT_1_3B),
         "never_slower_compiled": lambda: never_slower(compiled=True),
         "never_slower_eager": lambda: never_slower(compiled=False),
     }

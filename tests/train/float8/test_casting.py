@@ -64,6 +64,9 @@ def test_values_are_those_of_torchs_cast_of_what_is_scaled(dtype, wide, shape):
     assert not bits(found.columns)[:, height:].any()
     assert found.seen[AMAX] == x.abs().max().float()
     assert found.seen[SATURATED] == 0
+    assert not found.sums.numel()
+    sums = cast_to_fp8(x, None, e5m2=dtype is E5M2, rows=False, columns=False, sums=True).sums
+    torch.testing.assert_close(sums, x.float().sum(0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,6 +92,7 @@ def test_what_is_not_finite_shows(dtype, bad):
     x = torch.tensor([[1.0, bad], [2.0, 3.0]])
     found = current(x, dtype)
     assert found.inverse.isnan()
+    assert found.rows.float().isnan().all()
     assert not found.seen[AMAX].isfinite()
     given = cast_to_fp8(x, torch.tensor(1.0), e5m2=dtype is E5M2, rows=True, columns=True)
     assert given.rows.float().isnan().tolist() == [[False, True], [False, False]]
@@ -122,10 +126,11 @@ def test_the_kernel_does_as_the_reference_does(dtype, is_current, shape):
     if not is_current:
         x[2, 2], x[2, 3] = 1e30, -1e30
     scale = None if is_current else torch.tensor(64.0)
-    expected = cast_reference(x, scale, dtype is E5M2, True, True)
-    found = launch(x, scale, dtype is E5M2, True, True)
+    *expected, sums = cast_reference(x, scale, dtype is E5M2, True, True, True)
+    *found, own_sums = launch(x, scale, dtype is E5M2, True, True, True)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(bits(ours.reshape(-1)), bits(theirs.reshape(-1)))
+    assert (own_sums - sums).abs().max() <= 1e-6 * x.abs().sum(0).max()  # in another order
 
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
@@ -134,7 +139,7 @@ def test_the_kernel_shows_what_is_not_finite(bad, is_current):
     launch = pytest.importorskip("ampwise.train.float8.kernel").launch_cast
     x = torch.ones(16, 32)
     x[3, 5] = bad
-    _, _, inverse, seen = launch(x, None if is_current else torch.tensor(1.0), False, True, True)
+    _, _, inverse, seen, _ = launch(x, None if is_current else torch.tensor(1.0), False, True, True, False)
     assert not seen[AMAX].isfinite()
     assert bool(inverse.isnan()) is is_current
     assert seen[SATURATED] == 0

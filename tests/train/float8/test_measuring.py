@@ -86,6 +86,25 @@ def test_each_shape_is_timed_once_by_work_that_runs():
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+def test_a_shape_is_timed_once_in_a_process_but_again_if_it_could_not_be_timed():
+    asked = []
+
+    def timer(works, device):
+        asked.append(list(works))
+        if len(asked) == 1:
+            raise torch.OutOfMemoryError
+        return {name: [1e-3] if name == "bf16" else [2e-4] for name in works}
+
+    recipes = []
+    for rows in (8, 8, 8, 16):
+        layer = nn.Linear(64, 32)
+        recipes.append(
+            time_recipes({layer: (rows, torch.float32)}, OURS, CPU, compiled=False, timer=timer)[layer].recipe
+        )
+    assert recipes == [None, "current", "current", "current"]
+    assert len(asked) == 3
+
+
 def test_nothing_of_what_was_measured_stays(monkeypatch):
     made = []
     real = measuring._linear

@@ -36,7 +36,9 @@ MANTISSA_BITS, BIAS = 23, 127  # of FP32
 MANTISSA_OF_1_75 = 0x600000
 LARGEST_EXPONENT = 126  # so that a scale and its inverse are both normal numbers
 
-CastTensors = tuple[Tensor, Tensor, Tensor, Tensor]  # the fields of an Fp8Matrix, as torch operators return them
+CastTensors = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor
+]  # the fields of an Fp8Matrix, as torch operators return them
 
 
 class Fp8Matrix(NamedTuple):
@@ -46,19 +48,22 @@ class Fp8Matrix(NamedTuple):
     columns: Tensor  # transposed, padded with zeros to a multiple of 16; empty if not requested
     inverse: Tensor  # what to multiply by to undo the scale
     seen: Tensor  # AMAX, SATURATED, in FP32
+    sums: Tensor  # of the columns as they were, in FP32; empty if not requested
 
 
-def cast_to_fp8(x: Tensor, scale: Tensor | None, *, e5m2: bool, rows: bool, columns: bool) -> Fp8Matrix:
+def cast_to_fp8(
+    x: Tensor, scale: Tensor | None, *, e5m2: bool, rows: bool, columns: bool, sums: bool = False
+) -> Fp8Matrix:
     """Cast a matrix to FP8 with the given scale, or with the one for its largest magnitude.
 
-    Values beyond the format's maximum saturate. Inf and NaN become NaN; without a given scale the inverse is then NaN,
-    and with it the whole matrix.
+    Values beyond the format's maximum saturate. Inf and NaN become NaN; without a given scale, all values then do, and
+    the inverse. The sums of the columns are a bias's gradient, which so needs no read of its own.
     """
     if torch.compiler.is_compiling() and x.device.type == "cuda":
         from ampwise.train.float8.kernel import cast_by_kernels
 
-        return Fp8Matrix(*cast_by_kernels(x, scale, e5m2, rows, columns))
-    return Fp8Matrix(*cast_fp8(x, scale, e5m2, rows, columns))
+        return Fp8Matrix(*cast_by_kernels(x, scale, e5m2, rows, columns, sums))
+    return Fp8Matrix(*cast_fp8(x, scale, e5m2, rows, columns, sums))
 
 
 def scales_of(amax: Tensor, top: int | Tensor, margin: int = 0) -> Tensor:
@@ -70,12 +75,12 @@ def scales_of(amax: Tensor, top: int | Tensor, margin: int = 0) -> Tensor:
     return ((exponents + BIAS) << MANTISSA_BITS).to(torch.int32).view(torch.float32)
 
 
-def _cast(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> CastTensors:
+def _cast(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool, sums: bool) -> CastTensors:
     if x.device.type != "cuda":
-        return cast_reference(x, scale, e5m2, rows, columns)
+        return cast_reference(x, scale, e5m2, rows, columns, sums)
     from ampwise.train.float8.kernel import launch_cast  # Triton, which only a GPU needs
 
-    return launch_cast(x, scale, e5m2, rows, columns)
+    return launch_cast(x, scale, e5m2, rows, columns, sums)
 
 
 def register_op(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,13 +101,14 @@ def register_op(schema: str, function: Callable[..., Any], fake: Callable[..., A
 
 
 cast_fp8 = register_op(
-    "cast_fp8(Tensor x, Tensor? scale, bool e5m2, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)",
+    "cast_fp8(Tensor x, Tensor? scale, bool e5m2, bool rows, bool columns, bool sums)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _cast,
     lambda x, scale, *how: empty_cast(x, *how),
 )
 
 
-def empty_cast(x: Tensor, e5m2: bool, rows: bool, columns: bool) -> CastTensors:
+def empty_cast(x: Tensor, e5m2: bool, rows: bool, columns: bool, sums: bool) -> CastTensors:
     """Return empty tensors for the results."""
     height, width = x.shape
     dtype = E5M2 if e5m2 else E4M3
@@ -111,6 +117,7 @@ def empty_cast(x: Tensor, e5m2: bool, rows: bool, columns: bool) -> CastTensors:
         x.new_empty((width, padded_size(height)) if columns else (0, 0), dtype=dtype),
         x.new_empty(1, dtype=torch.float32),  # not 0-dim: torch.compile would fill that in a separate launch
         x.new_zeros(2, dtype=torch.float32),
+        x.new_empty(width if sums else 0, dtype=torch.float32),
     )
 
 
@@ -119,22 +126,23 @@ def padded_size(size: int) -> int:
     return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
-def cast_reference(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> CastTensors:
+def cast_reference(
+    x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool, sums: bool = False
+) -> CastTensors:
     """Cast with torch operations; the definition of what the kernel computes."""
     dtype = E5M2 if e5m2 else E4M3
     limit = LIMITS[dtype]
     wide = x.float()
     finite = wide.isfinite()
     amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32) if x.numel() else wide.new_zeros(())
-    used = scales_of(amax, TOPS[dtype]) if scale is None else scale
+    used = torch.where(amax.isfinite(), scales_of(amax, TOPS[dtype]), torch.nan) if scale is None else scale
     scaled = wide * used
-    values = torch.where(finite, scaled.clamp(-limit, limit), torch.nan).to(dtype)
-    by_rows, by_columns, _, seen = empty_cast(x, e5m2, rows, columns)
+    values = torch.where(finite & ~scaled.isnan(), scaled.clamp(-limit, limit), torch.nan).to(dtype)
+    by_rows, by_columns, _, seen, by_sums = empty_cast(x, e5m2, rows, columns, sums)
     if rows:
         by_rows = values
     if columns:
         by_columns = torch.zeros_like(by_columns.view(torch.uint8)).view(dtype)
         by_columns[:, : x.shape[0]] = values.t()
     seen[AMAX], seen[SATURATED] = amax, (finite & (scaled.abs() > limit)).sum()
-    inverse = torch.where(amax.isfinite(), 1 / used, torch.nan) if scale is None else 1 / used
-    return by_rows, by_columns, inverse.reshape(1), seen
+    return by_rows, by_columns, (1 / used).reshape(1), seen, wide.sum(0) if sums else by_sums

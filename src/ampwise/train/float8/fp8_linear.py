@@ -85,21 +85,24 @@ class _Linear(torch.autograd.Function):
         by_x, by_weight, by_bias, by_slot = ctx.needs_input_grad[:4]
         of_x = of_weight = of_bias = of_slot = None
         if by_x or by_weight or by_slot:
-            g = _cast(gradient, scales, 2, e5m2=ctx.e5m2, rows=by_x, columns=by_weight)
+            g = _cast(gradient, scales, 2, e5m2=ctx.e5m2, rows=by_x, columns=by_weight, sums=by_bias)
             if by_x:
                 of_x = scaled_matmul(g.rows, weight, g.inverse, of_weight8, ctx.x_dtype)
             if by_weight:
                 of_weight = scaled_matmul(g.columns, x, g.inverse, of_x8, ctx.weight_dtype)
             if by_slot:
                 of_slot = torch.stack([x_seen, weight_seen, g.seen])
-        if by_bias:
+            of_bias = g.sums.to(ctx.bias_dtype) if by_bias else None
+        elif by_bias:
             of_bias = gradient.sum(0, dtype=ctx.bias_dtype)
         return of_x, of_weight, of_bias, of_slot, *NOTHING
 
 
-def _cast(x: Tensor, scales: Tensor | None, place: int, *, e5m2: bool, rows: bool, columns: bool) -> Fp8Matrix:
+def _cast(
+    x: Tensor, scales: Tensor | None, place: int, *, e5m2: bool, rows: bool, columns: bool, sums: bool = False
+) -> Fp8Matrix:
     scale = None if scales is None else scales[place]
-    return cast_to_fp8(x, scale, e5m2=e5m2, rows=rows, columns=columns)
+    return cast_to_fp8(x, scale, e5m2=e5m2, rows=rows, columns=columns, sums=sums)
 
 
 def scaled_matmul(

@@ -41,6 +41,8 @@ LayerShapes = Mapping[nn.Linear, tuple[int, torch.dtype]]  # rows and dtype of e
 Work = Callable[[], object]
 Timer = Callable[[Mapping[str, Work], torch.device], dict[str, list[float]]]
 
+_timed: dict[tuple[object, ...], TimedRecipe] = {}  # in this process: another engine need not time again
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRecipe:
@@ -48,6 +50,7 @@ class TimedRecipe:
 
     recipe: str | None  # None: BF16
     why: str
+    complete: bool = True  # whether all recipes could be timed; if not, that may change
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +86,23 @@ def time_recipes(
     graphed: bool = False,
     timer: Timer | None = None,
 ) -> dict[nn.Linear, TimedRecipe]:
-    """Return the fastest recipe for each layer; layers of the same shape are timed once. Syncs with the device.
+    """Return the fastest recipe for each layer; each shape is timed once in a process. Syncs with the device.
 
     Layers are timed as they will run: compiled or not, and replayed by CUDA graphs, without host overhead, or not.
     """
     recipes = candidate_recipes(fp8, device)
     timer = timer or (time_graphs_in_turns if graphed else time_in_turns)
-    found: dict[_Shape, TimedRecipe] = {}
+    found: dict[nn.Linear, TimedRecipe] = {}
+    new: set[tuple[object, ...]] = set()
     for module, given in shapes.items():
         shape = _Shape.of(module, *given)
-        if shape not in found:
-            found[shape] = _time_shape(shape, recipes, device, compiled, timer)
+        key = (shape, tuple(recipes), device, compiled, timer)
+        if key not in _timed or not (_timed[key].complete or key in new):
+            _timed[key] = _time_shape(shape, recipes, device, compiled, timer)
+            new.add(key)
             gc.collect()  # modules with a bound forward are cycles, which keep the weights alive
-    return {module: found[_Shape.of(module, *given)] for module, given in shapes.items()}
+        found[module] = _timed[key]
+    return found
 
 
 def candidate_recipes(fp8: Fp8, device: torch.device) -> list[Fp8]:
@@ -187,13 +194,14 @@ def _time_shape(shape: _Shape, recipes: list[Fp8], device: torch.device, compile
             except Exception as error:
                 failed[name] = (str(error).strip() or type(error).__name__).partition("\n")[0]
         if "bf16" in failed:
-            return TimedRecipe(recipe=None, why=f"could not be measured, {shape}: {failed['bf16']}")
+            return TimedRecipe(recipe=None, why=f"could not be measured, {shape}: {failed['bf16']}", complete=False)
         times = timer({name: each for name, each in works.items() if name not in failed}, device)
         of_one = {name: [each / shape.together for each in taken] for name, taken in times.items()}
         found = fastest_recipe(of_one, str(shape))
-        return replace(found, why="; ".join([found.why, *(f"{name} failed: {each}" for name, each in failed.items())]))
+        why = "; ".join([found.why, *(f"{name} failed: {each}" for name, each in failed.items())])
+        return replace(found, why=why, complete=not failed)
     except torch.OutOfMemoryError:
-        return TimedRecipe(recipe=None, why=f"no memory left to measure {shape}")
+        return TimedRecipe(recipe=None, why=f"no memory left to measure {shape}", complete=False)
 
 
 def _works(shape: _Shape, recipes: list[Fp8], device: torch.device, compiled: bool) -> Iterator[tuple[str, Work]]:
