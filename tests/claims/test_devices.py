@@ -131,7 +131,7 @@ def test_tf32_on_an_a100(truth):
     "FP8 trains 4 times as fast.",
     verdict="false",
     truth="Four times is the H100's peak with sparsity, 3,958 TFLOP/s, over BF16's dense peak, 989. Training "
-    "has no sparse weights; the dense peaks differ by 2×. The fastest whole step measured on one H200 was 1.33× as "
+    "has no sparse weights; the dense peaks differ by 2×. The fastest whole step measured on one H200 was 1.39× as "
     "fast as compiled BF16.",
 )
 def test_fp8_four_times(published, truth):
@@ -139,8 +139,15 @@ def test_fp8_four_times(published, truth):
     assert 3958e12 / peaks["bf16"] == pytest.approx(4, rel=1e-2)
     assert f"{peaks['bf16'] / TERA:.0f}." in truth
     assert peaks["fp8"] / peaks["bf16"] == pytest.approx(2, rel=1e-2)
-    rows = [row for name in ("d4096", "gpt1300m") for row in published(f"fp8_{name}_gpu")]
-    assert f"{max(row['× over BF16'] for row in rows):.2f}× as fast as compiled BF16" in truth
+    fastest = max(ratio_of_steps(published, name) for name in ("d4096", "gpt1300m"))
+    assert fastest >= max(row["× over BF16"] for row in published("fp8_d4096_gpu"))
+    assert f"{fastest:.2f}× as fast as compiled BF16" in truth
+
+
+def ratio_of_steps(published, name):
+    """FP8 over BF16, by the last row of the table of kernels."""
+    step = {row["work"]: row for row in published(f"fp8_roofline_{name}_gpu")}["step"]
+    return step["BF16 ms"] / step["FP8 ms"]
 
 
 @claim(
@@ -164,8 +171,8 @@ def test_memory_of_fp8(published, truth):
     "Delayed scaling is recommended for LLMs.",
     verdict="depends",
     truth="It was the first recipe, and saves a read of each tensor. Its scales come from past steps: a tensor 16 "
-    "times as large as before saturates, where a current scale fits. On one H200 both ran a GPT of width 4096 1.33× "
-    "as fast as BF16.",
+    "times as large as before saturates, where a current scale fits. On one H200 a GPT of width 4096 ran 1.33× as fast "
+    "as BF16 with delayed scales, and 1.39× with current ones, whose casts are faster.",
 )
 def test_delayed_and_current_scales(published, truth):
     before, now = torch.tensor([1.0, -0.5]), torch.tensor([16.0, -8.0])
@@ -178,8 +185,8 @@ def test_delayed_and_current_scales(published, truth):
     assert stored(now, now.abs().max()).tolist() == [16.0, -8.0]
     assert stored(now, before.abs().max()).tolist() == [1.0, -1.0]
     rows = {row["contender"]: row["× over BF16"] for row in published("fp8_d4096_gpu")}
-    assert {f"{rows[name]:.2f}" for name in ("ampwise current", "ampwise delayed")} == {"1.33"}
-    assert "1.33× as fast as BF16" in truth
+    assert f"{rows['ampwise delayed']:.2f}× as fast as BF16 with delayed scales" in truth
+    assert f"{ratio_of_steps(published, 'd4096'):.2f}× with current ones" in truth
 
 
 @claim(
@@ -188,8 +195,8 @@ def test_delayed_and_current_scales(published, truth):
     truth="Twice is the ratio of the peaks. In a step only linear layers gain: attention, the head and the optimizer "
     "stay as they are, and tensors are measured and cast first. By their sizes alone, if a step were nothing but "
     "matmuls and casts were free, FP8 would make a GPT-2 124M 1.42× as fast as BF16 and a GPT of 1.3 B 1.75×. "
-    "Measured on one H200, whole compiled steps: 1.33× for a GPT of width 4096; at 1.3 B parameters 1.11× by torchao's "
-    "layers and 1.16× by ampwise's.",
+    "Measured on one H200, whole compiled steps: 1.39× for a GPT of width 4096; at 1.3 B parameters 1.11× by torchao's "
+    "layers and 1.27× by ampwise's.",
     also=[
         "tests/hardware/test_catalog.py::test_rates_have_the_ratios_of_their_units",
         "tests/train/float8/test_choosing.py::test_blocks_become_fp8_and_the_head_does_not",
@@ -202,16 +209,11 @@ def test_fp8(published, truth):
     most = {shape.name: most_of_fp8(shape, ratio) for shape in (GPT2_124M, GPT_1_3B)}
     assert f"a GPT-2 124M {most['GPT-2 124M']:.2f}×" in truth
     assert f"a GPT of 1.3 B {most['GPT 1.3B']:.2f}×" in truth
-    wide, large = (
-        {
-            row["contender"].removesuffix(", converted by itself"): row["× over BF16"]
-            for row in published(f"fp8_{name}_gpu")
-        }
-        for name in ("d4096", "gpt1300m")
-    )
-    assert f"{max(wide.values()):.2f}× for a GPT of width 4096" in truth
-    torchao, ours = large["torchao tensorwise"], large["ampwise current"]
-    assert f"at 1.3 B parameters {torchao:.2f}× by torchao's layers and {ours:.2f}× by ampwise's" in truth
+    torchao = {row["contender"]: row["× over BF16"] for row in published("fp8_gpt1300m_gpu")}
+    theirs = torchao["torchao tensorwise, converted by itself"]
+    wide, large = (ratio_of_steps(published, name) for name in ("d4096", "gpt1300m"))
+    assert f"{wide:.2f}× for a GPT of width 4096" in truth
+    assert f"at 1.3 B parameters {theirs:.2f}× by torchao's layers and {large:.2f}× by ampwise's" in truth
 
 
 def most_of_fp8(shape, ratio):

@@ -639,7 +639,7 @@ NARROWER = [
         refused=True,
         precision="fp8",
         codes="AMP707",
-        says=(r"1\.13x to 1\.33x at width 4096", r"0\.9–1\.3× BF16", r"ceiling 2×", r"1979 TFLOP/s dense in FP8"),
+        says=(r"1\.13x to 1\.39x at width 4096", r"0\.9–1\.4× BF16", r"ceiling 2×", r"1979 TFLOP/s dense in FP8"),
     ),
     case(
         "FP8 trains 4x faster",

@@ -204,7 +204,7 @@ def _speedup_why(choice: PrecisionChoice, precision: str, gain: ExpectedGain | N
         return f"no range: the peaks of {choice.target.name} are unknown; measure it: ampwise bench {choice.make}"
     if gain.measured:
         ceiling = f"ceiling {gain.ceiling:.0f}× (datasheet)"
-        return f"measured on one H200 at 1.3 B and at width 4096, torchao, compiled; {ceiling}"
+        return f"measured on one H200 at 1.3 B and at width 4096, compiled; {ceiling}"
     ceiling = f"derived: ceiling {gain.ceiling:.1f}× by dense peaks (datasheet)"
     if choice.model.parameters is None:
         return f"{ceiling}; the range is wide because the size is unknown"
