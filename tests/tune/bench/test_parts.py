@@ -5,11 +5,12 @@ import torch
 from torch import nn
 
 from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
-from ampwise.hardware import Cpu, CudaDevice, find_gpu
+from ampwise.hardware import Cpu, CudaDevice, find_gpu, nvml
+from ampwise.hardware.nvml import NvmlDevice, NvmlError
 from ampwise.train.float8.layer_forward import has_fp8_forward
 from ampwise.train.precision.precision import cpu_precisions, gpu_precisions
 from ampwise.tune.bench import clocks, lineup
-from ampwise.tune.bench.clocks import ClockWatch
+from ampwise.tune.bench.clocks import ClockWatch, energy_of
 from ampwise.tune.bench.lineup import checked_names, float8_layers, make_plan, why_no_float8
 from ampwise.tune.bench.measurement import count_flops, measure_peak
 from ampwise.tune.bench.profile_summary import intensity_of, layer_times
@@ -252,25 +253,46 @@ def test_what_is_next_to_nothing_of_a_step_has_no_ratio():
 # The driver
 
 
-class Nvml:
-    NVML_CLOCK_SM = 1
+class Library:
+    """The driver's, as far as it is asked: what is written through pointers, and codes that say whether it was."""
 
-    def __init__(self, clocks, reasons):
-        self.clocks, self.reasons = list(clocks), list(reasons)
+    def __init__(self, **answers):
+        self.answers = {"nvmlDeviceGetMaxClockInfo": [1980] * 9, **answers}
 
-    def nvmlDeviceGetClockInfo(self, handle, kind):  # noqa: N802
-        return self.clocks.pop(0)
+    def nvmlInit_v2(self):  # noqa: N802
+        return 0
 
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):  # noqa: N802
-        return self.reasons.pop(0)
+    def nvmlDeviceGetHandleByUUID(self, uuid, handle):  # noqa: N802
+        assert uuid == b"GPU-1"
+        return 0
 
-    def nvmlDeviceGetMaxClockInfo(self, handle, kind):  # noqa: N802
-        return 1980
+    def __getattr__(self, name):
+        answers = self.answers.get(name)
+        if answers is None:
+            raise AttributeError(name)
+
+        def answer(handle, *arguments):
+            found = answers.pop(0)
+            if found is None:
+                return 3  # not supported
+            arguments[-1]._obj.value = found
+            return 0
+
+        return answer
+
+
+def driver(monkeypatch, **answers):
+    found = NvmlDevice("GPU-1", Library(**answers))
+    monkeypatch.setattr(clocks, "opened", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
 
 
 def test_clocks_from_the_driver(monkeypatch):
-    nvml = Nvml([345, 1980, 1400, 1755], [0x1, 0x0, 0x4, 0x20])
-    monkeypatch.setattr(clocks, "_opened", lambda device: (nvml, "a handle"))
+    driver(
+        monkeypatch,
+        nvmlDeviceGetClockInfo=[345, 1980, 1400, 1755],
+        nvmlDeviceGetCurrentClocksThrottleReasons=[0x1, 0x0, 0x4, 0x20],
+    )
     watch = ClockWatch(CUDA)
     for _ in range(4):
         watch.look()
@@ -280,27 +302,38 @@ def test_clocks_from_the_driver(monkeypatch):
 
 
 def test_a_driver_that_does_not_say_how_far_it_could_go(monkeypatch):
-    def refuses(handle, kind):
-        raise OSError("Not Supported")
-
-    nvml = Nvml([345, 1980], [0, 0])
-    nvml.nvmlDeviceGetMaxClockInfo = refuses
-    monkeypatch.setattr(clocks, "_opened", lambda device: (nvml, "a handle"))
+    driver(
+        monkeypatch,
+        nvmlDeviceGetClockInfo=[345, 1980],
+        nvmlDeviceGetCurrentClocksThrottleReasons=[0, 0],
+        nvmlDeviceGetMaxClockInfo=[None],
+    )
     watch = ClockWatch(CUDA)
     watch.look()
     watch.look()
     assert watch.seen() is None
+
+
+def test_energy_is_that_of_a_call(monkeypatch):
+    calls = []
+    driver(monkeypatch, nvmlDeviceGetTotalEnergyConsumption=[5_000_000, 5_001_200, None])
+    assert energy_of(lambda: calls.append(1), 4, CUDA) == pytest.approx(0.3)
+    assert len(calls) == 4
+    assert energy_of(lambda: None, 1, CUDA) is None, "not supported"
 
 
 def test_a_driver_that_does_not_answer_is_no_trouble(monkeypatch):
-    def refuses(device):
-        raise OSError("NVML Shared Library Not Found")
-
-    monkeypatch.setattr(clocks, "_opened", refuses)
+    assert ClockWatch(CPU).seen() is None
+    assert energy_of(lambda: None, 1, CPU) is None
+    driver(monkeypatch)
     watch = ClockWatch(CUDA)
     watch.look()
     assert watch.seen() is None
-    assert ClockWatch(CPU).seen() is None
+    with pytest.raises(NvmlError, match="this driver does not have it"):
+        NvmlDevice("GPU-1", Library()).joules()
+    monkeypatch.setattr(nvml, "LIBRARY", "libno-such-driver.so")
+    with pytest.raises(NvmlError, match="cannot be loaded"):
+        NvmlDevice("GPU-1")
 
 
 def test_memory_is_not_made_up_on_a_cpu():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ampwise.hardware.nvml import NvmlDevice, NvmlError
 from ampwise.tune.bench.speeds import GpuClocks
 
 Clock = Callable[[Callable[[], object], int], float]  # runs work several times, returns seconds per call; syncs
@@ -54,32 +53,28 @@ def clock_for(device: torch.device) -> Clock:
 
 
 class ClockWatch:
-    """Samples the GPU's clock through nvidia-ml-py. Without that, it does nothing and has no result."""
+    """Samples the GPU's clock. Where the driver does not answer, it does nothing and has no result."""
 
     def __init__(self, device: torch.device) -> None:
         self._seen: list[int] = []
         self._reasons = 0
-        self._nvml: Any = None
-        self._handle: Any = None
-        if device.type == "cuda":
-            with contextlib.suppress(Exception):  # a missing package, an old driver, a device without names
-                self._nvml, self._handle = _opened(device)
+        self._gpu = opened(device)
 
     def look(self) -> None:
         """Take a sample."""
-        if self._handle is None:
+        if self._gpu is None:
             return
-        with contextlib.suppress(Exception):
-            self._seen.append(int(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM)))
-            self._reasons |= int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle))
+        with contextlib.suppress(NvmlError):
+            self._seen.append(self._gpu.clock_mhz())
+            self._reasons |= self._gpu.throttle_reasons()
 
     def seen(self) -> GpuClocks | None:
         """Return the clocks from the first sample to the last; None without samples."""
-        if len(self._seen) < 2:
+        if self._gpu is None or len(self._seen) < 2:
             return None
         try:
-            top = int(self._nvml.nvmlDeviceGetMaxClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
-        except Exception:  # some devices do not report it
+            top = self._gpu.top_clock_mhz()
+        except NvmlError:  # some devices do not report it
             return None
         return GpuClocks(
             before=self._seen[0],
@@ -90,11 +85,27 @@ class ClockWatch:
         )
 
 
-def _opened(device: torch.device) -> tuple[Any, Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a package of the same name warns that it is the wrong one
-        nvml = importlib.import_module("pynvml")
-    nvml.nvmlInit()
-    # By UUID: the driver numbers devices differently from CUDA_VISIBLE_DEVICES.
-    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    return nvml, nvml.nvmlDeviceGetHandleByUUID(name.encode())
+def energy_of(work: Callable[[], object], calls: int, device: torch.device) -> float | None:
+    """Return the joules that a call takes, over so many calls; None where the driver does not say."""
+    gpu = opened(device)
+    if gpu is None:
+        return None
+    try:
+        torch.cuda.synchronize(device)
+        before = gpu.joules()
+        for _ in range(calls):
+            work()
+        torch.cuda.synchronize(device)
+        return (gpu.joules() - before) / calls
+    except NvmlError:  # GPUs before Volta do not count it
+        return None
+
+
+def opened(device: torch.device) -> NvmlDevice | None:
+    """Return the driver's view of a device; None where there is none."""
+    if device.type != "cuda":
+        return None
+    try:
+        return NvmlDevice(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except (NvmlError, AttributeError, RuntimeError):  # no driver's library, or a device without a name
+        return None

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from ampwise.errors import BadInput
 from ampwise.hardware.catalog import find_gpu
-from ampwise.tune.bench.clocks import Clock, ClockWatch
+from ampwise.tune.bench.clocks import Clock, ClockWatch, energy_of
 from ampwise.tune.bench.lineup import Contender, taking_part
 from ampwise.tune.bench.loss_check import LossChecker, WeightGuard
 from ampwise.tune.bench.profile_summary import (
@@ -44,6 +44,7 @@ REPORTS_PER_CONTENDER = 4  # progress reports besides the rounds: loss, warm-up,
 WARM_UP = 3  # steps; the last one is timed
 TURN_S = 0.1  # seconds of a turn
 MOST_STEPS = 50  # steps of a turn
+ENERGY_S = 1.0  # seconds in which energy is counted: the driver updates its counter ten times as often
 WANTED_S = 30.0  # seconds for all rounds together, within the limits below
 DEVIATIONS = 3.0  # median deviations, about two standard deviations
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 15
@@ -99,6 +100,11 @@ class Measurement:
         self.noise = noise_between(self._times, first.label, again.label)
         for contender in taking_part(self._contenders):
             contender.found["skipped"] = contender.skipped
+        for contender in taking_part(self._contenders) if self._case.device.type == "cuda" else ():
+            calls = math.ceil(ENERGY_S / self._times[contender.label][0])
+            contender.found["joules"] = self._look(
+                contender, partial(energy_of, contender.uncounted, calls, self._case.device), "The energy"
+            )
         guard.insist()
         for contender in taking_part(self._contenders):
             self._report("profiling", contender.label)
@@ -144,7 +150,7 @@ class Measurement:
         if self._case.device.type != "cuda":
             yield "Memory and clocks: measured on CUDA devices only."
         elif self.clocks is None:
-            yield "GPU clocks: reading them needs nvidia-ml-py (pip install nvidia-ml-py)."
+            yield "GPU clocks: the driver's library does not say."
         if self.noise is None:
             yield "Noise: no precision could be measured twice."
         if any(one.compiled for one in self._contenders):

@@ -20,6 +20,7 @@ BASES = {
     "ratio": "measured here, by rounds",
     "loss": "measured here",
     "memory": "the peak measured here; its parts derived from tensor sizes",
+    "joules": "the driver's counter of the whole GPU, over a second of steps",
     "flops": "counted by torch.utils.flop_counter",
     "peak_flops": "datasheet, dense",
     "peak_share": "derived: counted FLOPs, measured time, datasheet's peak",
@@ -44,6 +45,8 @@ MEANINGS = {
     "samples/s": "of a batch per step; measured here",
     "of peak": "counted FLOPs per second, relative to the datasheet's dense peak",
     "memory": "the peak of a step; measured here",
+    "J/token": "energy of the whole GPU, by the driver's counter; measured here",
+    "J/sample": "energy of the whole GPU, by the driver's counter; measured here",
     "loss": "before the first step, for the same weights, batch and random numbers; measured here",
     "verdict": f"below {OPTIONAL} stay, up to {USE} optional, up to {DEFINITELY} use, above definitely",
 }
@@ -201,7 +204,8 @@ def _cells(row: PrecisionRow, speeds: SpeedComparison) -> Iterator[tuple[str, st
         yield "×fp32", ratio_text(row.ratio_to_eager.median)
     if row.ratio is not None:
         yield "×alike", ratio_text(row.ratio.median)
-    rate = row.per_second(speeds.batch if speeds.tokens is None else speeds.tokens)
+    count = speeds.batch if speeds.tokens is None else speeds.tokens
+    rate = row.per_second(count)
     if rate is not None:
         yield "samples/s" if speeds.tokens is None else "tokens/s", count_text(rate)
     share = row.peak_share(speeds.flops)
@@ -209,6 +213,8 @@ def _cells(row: PrecisionRow, speeds: SpeedComparison) -> Iterator[tuple[str, st
         yield "of peak", f"{'~' if row.peak_is_approximate else ''}{share:.0%}"
     if row.memory is not None:
         yield "memory", f"{row.memory.peak / 2**30:.2f} GiB"
+    if row.joules is not None and count:
+        yield "J/sample" if speeds.tokens is None else "J/token", f"{row.joules / count:.3g}"
     if row.loss is not None:
         yield "loss", f"{row.loss.loss:.5g}"
     if row.slower is not None:

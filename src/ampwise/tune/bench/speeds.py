@@ -153,6 +153,7 @@ class PrecisionRow:
     products: tuple[ProfiledMatmul, ...] = ()  # of the profiled step
     intensity: float | None = None  # matmul FLOPs per byte read or written
     skipped: int = 0  # timed steps whose update was skipped because of the loss scale
+    joules: float | None = None  # of a step, by the whole GPU
 
     @property
     def label(self) -> str:
