@@ -25,6 +25,8 @@ def schema_of(words, data):
         return "runs"
     if words[0] == "report" and "before" in data:
         return "comparison"
+    if "--equal-loss" in words:
+        return "equal-loss"
     return "check-statistics" if "--statistics" in words else "check" if words[0] == "replay" else words[0]
 
 

@@ -183,3 +183,34 @@ def test_force_writes_over_what_is_not_ours(compare, tmp_path):
     assert "measuring" not in err, "it is refused before minutes are spent"
     assert compare("train.py:make", "--precisions", "bf16", "-q", "-o", "mine.html", "-f")[0] == 0
     assert "mine" not in (tmp_path / "mine.html").read_text()[:200]
+
+
+def test_equal_loss(compare, monkeypatch):
+    from ampwise.tune.bench import equal_loss
+
+    monkeypatch.setattr(equal_loss, "POINTS", 2)
+    monkeypatch.setattr(equal_loss, "FEWEST_STEPS", 2)
+    words = ("--equal-loss", "--precisions", "bf16,fp32", "--budget", "1", "--seeds", "2", "--device", "cpu")
+    code, out, err = compare("train.py:make", *words, "--json", fast=())
+    data = json.loads(out)
+    assert code == 0
+    assert (data["base"], [row["label"] for row in data["rows"]]) == ("bf16", ["bf16", "fp32"])
+    assert {(run["label"], run["seed"]) for run in data["runs"]} == {
+        (label, seed) for label in ("bf16", "fp32") for seed in (0, 1)
+    }
+    assert "ampwise: training (" in err
+
+
+def test_equal_loss_takes_options_of_its_own(compare):
+    for words, said in (
+        (("--rounds", "3"), "--rounds does not go with --equal-loss"),
+        (("-o", "page.html"), "-o does not go with --equal-loss"),
+        (("--seeds", "1"), "--seeds 1: expected at least 2"),
+        (("--precisions", "fp8-measured"), "cpu has no FP8 tensor cores"),
+    ):
+        code, _, err = compare("train.py:make", "--equal-loss", *words, "--device", "cpu", fast=())
+        assert code == 2
+        assert said in err
+    code, _, err = compare("train.py:make", "--precisions", "fp8-measured")
+    assert code == 2
+    assert "unknown precision" in err

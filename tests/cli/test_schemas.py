@@ -25,7 +25,7 @@ from .schemas import follows, schema, validator
 
 NAMES = sorted(file.stem for file in SCHEMAS.glob("*.json"))
 ARRAYS = {"check", "check-statistics", "explain", "formats"}
-NOT_A_COMMAND = {"check-statistics": "check", "comparison": "report", "runs": "report"}
+NOT_A_COMMAND = {"check-statistics": "check", "comparison": "report", "equal-loss": "bench", "runs": "report"}
 
 
 def parts(node):

@@ -20,6 +20,11 @@ Examples:
   ampwise bench train.py:make --precisions fp16 --keep "fp32=*.head"
   ampwise bench train.py:make -o precisions.html
   ampwise bench train.py:make --json -q | jq '.rows[] | [.label, .ratio.median]'
+  ampwise bench --equal-loss train.py:make --precisions bf16,fp8 --budget 600
+
+With --equal-loss each precision is trained, from the same weights on the same batches, with several seeds, and
+compared with the first one by the time it takes to the same held-back loss: a faster step that needs more steps may
+gain nothing. For new data in every step, MAKE returns a DataLoader as its batch, or two: the second is held back.
 
 The exit code is 0 if all precisions were measured, 1 if one of them gives another loss than FP32, and 2 on an error.
 """
@@ -42,6 +47,7 @@ GROUP = "Choose a precision"
 NEEDS_TORCH = True
 NO_CLIP = "none"
 PRECISIONS = (*PLAIN, "fp8")
+FP8_MEASURED = "fp8-measured"
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 
 
@@ -72,6 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--rounds", metavar="N", type=count, help="turns of each precision (default: as time allows)")
     add("--steps", metavar="N", type=count, help="timed steps in a turn (default: as many as take 0.1 s)")
+    add("--equal-loss", action="store_true", help="train, and compare the time to the same held-back loss")
+    add("--budget", metavar="SECONDS", type=count, default=300, help="training time for --equal-loss (default: 300)")
+    add("--seeds", metavar="N", type=count, default=3, help="runs of each precision for --equal-loss (default: 3)")
     add("-o", "--output", metavar="FILE", help="also write the result as an HTML page")
     add("-f", "--force", action="store_true", help="overwrite a file that is not an earlier page")
     add("--json", action="store_true", help="JSON, as `ampwise schema bench` describes it")
@@ -92,13 +101,15 @@ def run(args: argparse.Namespace) -> int:
         check_page_path(page_path, force=args.force)  # before minutes are spent
     names = None if args.precisions is None else [name.strip() for name in args.precisions.split(",")]
     for name in names or ():
-        check_precision("--precisions", name, PRECISIONS)
+        check_precision("--precisions", name, (*PRECISIONS, FP8_MEASURED) if args.equal_loss else PRECISIONS)
     if args.optimizer not in OPTIMIZERS:
         listing = f"--optimizer takes {', '.join(OPTIMIZERS)}."
         raise UnknownName("optimizer", args.optimizer, OPTIMIZERS, listing=listing)
     for text in args.keep:
         if not text.startswith("fp32=") or text == "fp32=":
             raise BadInput(f"--keep {text}: expected fp32=PATTERN, such as fp32=*.router.")
+    if args.equal_loss:
+        return _equal_loss(args, names, clip_norm)
     from ampwise.tune.bench.bench import bench, progress_on
     from ampwise.tune.bench.page import precisions_page
 
@@ -126,3 +137,34 @@ def run(args: argparse.Namespace) -> int:
         if page_path is not None:
             terminal.say("\nWrote {}", page_path, stream=sys.stdout)
     return 1 if any(row.differs for row in result.rows) else 0
+
+
+def _equal_loss(args: argparse.Namespace, names: list[str] | None, clip_norm: float | None) -> int:
+    given = {"-o": args.output, "--rounds": args.rounds, "--steps": args.steps}
+    for option, value in given.items():
+        if value is not None:
+            raise BadInput(f"{option} does not go with --equal-loss, which takes --budget and --seeds.")
+    if args.seeds < 2:
+        raise BadInput(f"--seeds {args.seeds}: expected at least 2, or nothing would say what is chance.")
+    from ampwise.tune.bench.bench import progress_on
+    from ampwise.tune.bench.equal_loss import equal_loss
+
+    with contextlib.redirect_stdout(sys.stderr), progress_on(sys.stderr, quiet=args.quiet) as progress:
+        result = equal_loss(
+            args.make,
+            names,
+            budget_s=args.budget,
+            seeds=args.seeds,
+            compiled=args.compile,
+            batch=args.batch,
+            device=args.device,
+            optimizer=args.optimizer,
+            clip_norm=clip_norm,
+            keep_fp32=tuple(text.removeprefix("fp32=") for text in args.keep),
+            progress=progress,
+        )
+    if args.json:
+        print_json(result.as_dict())
+    else:
+        print_result(result)
+    return 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.data import DataLoader
 
 from ampwise.check.source.script import UnreadableFile, read_script
 from ampwise.errors import BadInput, UnknownName
@@ -66,6 +68,8 @@ class TrainCase:
     kwargs: Mapping[str, Any]
     loss_fn: Callable[..., Any]
     optimizer: Optimizer | None = None  # the user's own, if the function returned one
+    batches: Iterable[Any] | None = None  # more of them, if it returned a DataLoader or an iterator
+    held_back: Iterable[Any] | None = None  # if it returned a pair of those
 
     def loss(self) -> Tensor:
         """Run a forward pass, and return the loss."""
@@ -228,9 +232,22 @@ def _checked(made: Any, name: str) -> TrainCase:
         raise BadInput(f"{name}: it returned {describe_type(loss_fn)} as the loss function; {EXPECTED}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise BadInput(f"{name}: it returned {describe_type(optimizer)} as the optimizer; {EXPECTED}")
-    args: tuple[Any, ...] = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-    args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (args, {})
-    case = TrainCase(name=name, model=model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer)
+    batches = held_back = None
+    if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[0], DataLoader | Iterator):
+        batches, held_back = batch
+    elif isinstance(batch, DataLoader | Iterator):
+        batches = batch
+    if batches is not None:
+        first = [*islice(batches, 1)]
+        if not first:
+            raise BadInput(f"{name}: the DataLoader or iterator it returned as the batch is empty; {EXPECTED}")
+        batch = first[0]
+        batches = chain(first, batches) if isinstance(batches, Iterator) else batches
+    args, kwargs = arguments_of(batch)
+    case = TrainCase(
+        name=name, model=model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer, batches=batches,
+        held_back=held_back,
+    )  # fmt: skip
     if not case.tensors:
         raise BadInput(f"{name}: the batch it returned is {describe_type(batch)} without tensors; {EXPECTED}")
     if case.rows == 0:
@@ -247,10 +264,23 @@ def _on(device: torch.device, case: TrainCase) -> TrainCase:
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             raise BadInput(f"{case.name}: the model cannot be moved to {device}: {describe_error(error)}.") from error
 
+    return replace(case, args=moved(case.args, device), kwargs=moved(dict(case.kwargs), device))
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a batch as arguments of the loss function, and as keyword arguments."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+
+
+def moved(values: Any, device: torch.device) -> Any:
+    """Return values with their tensors on a device."""
+
     def move(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, Tensor) and not _is_at(leaf.device, device) else leaf
 
-    return replace(case, args=tree_map(move, case.args), kwargs=tree_map(move, dict(case.kwargs)))
+    return tree_map(move, values)
 
 
 def _is_at(place: torch.device, device: torch.device) -> bool:
@@ -261,14 +291,14 @@ def _is_at(place: torch.device, device: torch.device) -> bool:
     return (current if place.index is None else place.index) == (current if device.index is None else device.index)
 
 
-def make_optimizer(name: str, parameters: Iterable[Parameter], *, fused: bool) -> Optimizer:
+def make_optimizer(name: str, parameters: Iterable[Parameter], *, fused: bool, lr: float = LR) -> Optimizer:
     """Make an optimizer by name."""
     if name not in OPTIMIZERS:
         raise UnknownName("optimizer", name, OPTIMIZERS, listing=f"There are {', '.join(OPTIMIZERS)}.")
     trained = list(parameters)
     if not trained:
         raise BadInput("the model has no trainable parameter: each has requires_grad=False.")
-    return OPTIMIZERS[name](trained, lr=LR, fused=fused)
+    return OPTIMIZERS[name](trained, lr=lr, fused=fused)
 
 
 class TrainingStep:
