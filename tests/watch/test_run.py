@@ -349,9 +349,16 @@ seeded = nn.Linear(4, 1)
 averaged = sgd(seeded.parameters(), lr=0.1)  # expect: AMP209
 alone = nn.Linear(4, 1)
 own = sgd(alone.parameters(), lr=0.1)
+near = nn.Linear(4, 1)
+local = sgd(near.parameters(), lr=0.1)  # its weights are averaged now and then
+torch.manual_seed(0)
+rewrapped, clipped = nn.Linear(4, 1), nn.Linear(4, 2)
+again = torch.optim.Adam(rewrapped.parameters())  # expect: AMP209
+alike = sgd(clipped.parameters(), lr=0.1)  # expect: AMP209
+torch.manual_seed(rank)
 for step in range(4):
     x = torch.randn(8, 4)
-    for model, optimizer in ((wrapped, through), (other.module, past), (alone, own)):
+    for model, optimizer in ((wrapped, through), (other.module, past), (alone, own), (near, local)):
         optimizer.zero_grad()
         (model(x) - x.sum()).square().mean().backward()
         optimizer.step()
@@ -360,6 +367,18 @@ for step in range(4):
     for each in seeded.parameters():
         distributed.all_reduce(each.grad)
     averaged.step()
+    for each in near.parameters() if step % 2 else ():
+        distributed.all_reduce(each.data)
+        each.data /= 2
+    model = DistributedDataParallel(rewrapped) if step % 2 else rewrapped
+    again.zero_grad()
+    (model(x) - x.sum()).square().mean().backward()
+    again.step()
+    alike.zero_grad()
+    clipped(torch.ones(2, 4)).square().mean().backward()
+    for each in clipped.parameters():
+        each.grad *= 1 + rank
+    alike.step()
 distributed.destroy_process_group()
 """
 
@@ -371,9 +390,11 @@ def test_replicas_that_differ_are_named_and_models_of_their_own_are_not(write, w
     found = [seen.finding for seen in Run.read(tmp_path / "run").findings if seen.finding.rule.code == "AMP209"]
     guilty = [number for number, line in enumerate(REPLICAS.splitlines(), 1) if line.endswith("# expect: AMP209")]
     assert sorted(each.place.line for each in found) == guilty
-    by_wrapper, by_seed = sorted(found, key=lambda each: each.place.line)
+    by_wrapper, by_seed, by_turns, by_factor = sorted(found, key=lambda each: each.place.line)
     assert by_wrapper.message.endswith("although DistributedDataParallel wraps the model")
     assert by_seed.message.endswith("they are averaged, and the weights were never equal")
+    assert by_turns.message.endswith("and now differ: not every backward pass averages them")
+    assert "but for a factor of 2 at step 1" in by_factor.message
 
 
 # Bad input

@@ -181,6 +181,7 @@ def _replica_sums(run: Run) -> dict[int, list[ReplicaSum]]:
                     wrapped=row["wrapped"] is True,
                     weights=tuple(map(float, row["weights"])),
                     gradients=tuple(map(float, row["gradients"])),
+                    firsts=tuple(map(float, row["firsts"])),
                     file=str(row["file"]),
                     line=int(row["line"]),
                 )

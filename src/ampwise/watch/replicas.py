@@ -22,7 +22,6 @@ from ampwise.watch.tracked import TrackedOptimizer
 
 __all__ = ["ReplicaSums"]
 
-STEPS = (2, 8, 32, 100)  # of an optimizer
 TENSORS = 8  # spread over its parameters
 VALUES = 4096  # of each
 
@@ -35,7 +34,7 @@ class ReplicaSums:
 
     def step_begins(self, optimizer: Any, state: TrackedOptimizer) -> None:
         """Sum the weights before an update, and its gradients, which are averaged over ranks by now."""
-        if state.steps + 1 not in STEPS or not (dist.is_available() and dist.is_initialized()):
+        if not _is_looked_at(state.steps + 1) or not (dist.is_available() and dist.is_initialized()):
             return
         parameters = parameters_of(optimizer)
         plain = [each for each in parameters if each.layout == torch.strided and not hasattr(each, "placements")]
@@ -45,6 +44,7 @@ class ReplicaSums:
         wrapped = {id(each) for ddp in _wrappers() for each in ddp.parameters()}
         with torch.no_grad():
             sums = [_sum(each) for each in chosen] + [_sum(each.grad) for each in chosen]
+            sums += [_sum(each.grad, shares=2) for each in chosen]
             home = sums[0].device
             numbers = AsyncScalars(torch.stack([each.to(home) for each in sums]))
         is_wrapped = all(id(each) in wrapped for each in chosen)
@@ -55,13 +55,14 @@ class ReplicaSums:
         rows = []
         for state, step, is_wrapped, numbers in self._taken:
             every = numbers.read()
-            half = len(every) // 2
+            count = len(every) // 3
             row = ReplicaSum(
                 optimizer=state.index,
                 step=step,
                 wrapped=is_wrapped,
-                weights=tuple(every[:half]),
-                gradients=tuple(every[half:]),
+                weights=tuple(every[:count]),
+                gradients=tuple(every[count : 2 * count]),
+                firsts=tuple(every[2 * count :]),
                 file=state.made_at.file or "",
                 line=state.made_at.line or 0,
             )
@@ -70,10 +71,16 @@ class ReplicaSums:
         return rows
 
 
-def _sum(tensor: Tensor | None) -> Tensor:
+def _is_looked_at(step: int) -> bool:
+    """Whether to look at this step: two in a row at 1, 2, 4, 8, ..."""
+    return step.bit_count() == 1 or (step - 1).bit_count() == 1
+
+
+def _sum(tensor: Tensor | None, shares: int = 1) -> Tensor:
     if tensor is None or tensor.layout != torch.strided:
         return torch.zeros(())
-    return tensor.detach().reshape(-1)[:VALUES].double().sum().float()
+    values = tensor.detach().reshape(-1)[:VALUES]
+    return values[: -(-len(values) // shares)].double().sum().float()
 
 
 def _wrappers() -> list[DistributedDataParallel]:

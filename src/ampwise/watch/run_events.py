@@ -192,6 +192,7 @@ class ReplicaSum:
     wrapped: bool  # by a DistributedDataParallel over all ranks
     weights: tuple[float, ...]
     gradients: tuple[float, ...]
+    firsts: tuple[float, ...] = ()  # of the first halves of the gradients
     file: str  # where the optimizer was made
     line: int
 
