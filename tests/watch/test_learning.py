@@ -308,6 +308,36 @@ FAULTS = {
         with torch.no_grad():
             model(x)
     """,
+    "attention that drops in evaluation": """
+        class Attending(Net):
+            dropout = 0.1
+            def forward(self, x):
+                q = self.encoder(x)[:, None]
+                y = F.scaled_dot_product_attention(q, q, q, dropout_p=self.dropout)  # expect: AMP632
+                return self.head(y[:, 0])
+
+        model = Attending()
+        train(model, SGD(model.parameters(), lr=0.1))
+        model.eval()
+        with torch.no_grad():
+            model(x)
+    """,
+    "a captured step that misses the gradients from a pause on": """
+        class Captured(Adam):
+            empty = False
+            def step(self):
+                self.empty |= all(p.grad is None for p in self.param_groups[0]["params"])
+                if not self.empty:
+                    super().step()
+
+        model = mlp()
+        optimizer = Captured(model.parameters(), lr=1e-3)  # expect: AMP625
+        for step in range(70):
+            optimizer.zero_grad()
+            if step != 30:
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
     "a scheduler never stepped": """
         model = mlp()
         optimizer = SGD(model.parameters(), lr=0.1)
@@ -767,6 +797,42 @@ FINE = {
             each = F.cross_entropy(model(x), labels, reduction="none")
             (each[labels != -100].mean() + each.sum() / (labels != -100).sum()).backward()
             optimizer.step()
+    """,
+    "an optimizer that applies the mean of eight gradients": """
+        class Patient(SGD):
+            count = 0
+            def step(self):
+                self.count += 1
+                if self.count % 8 == 0:
+                    super().step()
+
+        model = mlp()
+        train(model, Patient(model.parameters(), lr=0.1), steps=70)
+    """,
+    "a line that is fitted until nothing is left to learn": """
+        model, target = nn.Linear(8, 1), x @ torch.randn(8, 1)
+        optimizer = SGD(model.parameters(), lr=0.3)
+        for _ in range(300):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), target).backward()
+            optimizer.step()
+    """,
+    "attention that drops in training only, and another source of chance": """
+        class Attending(Net):
+            dropout, unused = 0.1, 0.0
+            def forward(self, x):
+                q = self.encoder(x + 0.01 * torch.randn_like(x))[:, None]
+                p = self.dropout if self.training else 0.0
+                y = F.scaled_dot_product_attention(q, q, q, dropout_p=p)
+                y = F.scaled_dot_product_attention(y, q, q, dropout_p=self.unused)
+                y = F.scaled_dot_product_attention(y, q, q, dropout_p=self.dropout if self.training else 0.0)
+                return self.head(y[:, 0])
+
+        model = Attending()
+        train(model, SGD(model.parameters(), lr=0.1))
+        model.eval()
+        with torch.no_grad():
+            model(x)
     """,
     "two optimizers that take turns": """
         model = mlp()

@@ -20,6 +20,8 @@ __all__ = ["functional_dropout", "random_position"]
 
 NAMES = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 WITH_TRAINING = 3  # positional arguments
+ATTENTION = "scaled_dot_product_attention"
+DROPOUT_P = 4  # its position among the arguments of attention
 
 
 def random_position() -> tuple[Any, ...]:
@@ -32,8 +34,14 @@ def random_position() -> tuple[Any, ...]:
 
 
 def functional_dropout(model: nn.Module) -> Iterator[tuple[CallSite, str]]:
-    """Yield the calls of functional dropout without ``training`` in the model's own classes, and the class of each."""
-    for kind in {type(module): None for module in model.modules()}:
+    """Yield the calls in the model's own classes whose dropout does not depend on the mode, and what each is.
+
+    These are functional dropout without ``training``, and attention with a ``dropout_p`` that is not 0.
+    """
+    modules: dict[type, list[nn.Module]] = {}
+    for module in model.modules():
+        modules.setdefault(type(module), []).append(module)
+    for kind, instances in modules.items():
         file = inspect.getsourcefile(kind) if kind.__module__ != "builtins" else None
         if file is None or code_owner(file) != "own":
             continue
@@ -44,12 +52,17 @@ def functional_dropout(model: nn.Module) -> Iterator[tuple[CallSite, str]]:
             continue
         names = vars(inspect.getmodule(kind)) if inspect.getmodule(kind) is not None else {}
         for call in _unguarded_calls(tree):
-            given = {keyword.arg for keyword in call.keywords}
-            is_off = call.args[1:2] and isinstance(call.args[1], ast.Constant) and call.args[1].value == 0
-            if len(call.args) >= WITH_TRAINING or given & {"training", None} or is_off:
-                continue
-            if _is_functional_dropout(call.func, names):
-                yield CallSite(file=file, line=first + call.lineno - 1, function=kind.__name__), kind.__name__
+            site = CallSite(file=file, line=first + call.lineno - 1, function=kind.__name__)
+            given = {keyword.arg: keyword.value for keyword in call.keywords}
+            name = _functional_name(call.func, names)
+            if name == ATTENTION:
+                share = given.get("dropout_p", call.args[DROPOUT_P] if len(call.args) > DROPOUT_P else None)
+                if any((_number(share, each) or 0) > 0 for each in instances):
+                    yield site, f"`{name}` with `dropout_p={ast.unparse(share)}`, in {kind.__name__}"  # type: ignore[arg-type]
+            elif name and len(call.args) < WITH_TRAINING and not given.keys() & {"training", None}:
+                share = given.get("p", call.args[1] if len(call.args) > 1 else None)
+                if any(_number(share, each) != 0 for each in instances):
+                    yield site, f"`{name}` without `training=`, in {kind.__name__}"
 
 
 def _unguarded_calls(tree: ast.AST) -> Iterator[ast.Call]:
@@ -62,11 +75,24 @@ def _unguarded_calls(tree: ast.AST) -> Iterator[ast.Call]:
         yield from _unguarded_calls(node)
 
 
-def _is_functional_dropout(func: ast.expr, names: dict[str, Any]) -> bool:
+def _functional_name(func: ast.expr, names: dict[str, Any]) -> str:
+    """Return the name of the function of ``torch.nn.functional`` that is called; empty for others."""
     text = ast.unparse(func)
-    if not text.endswith(NAMES):
-        return False
+    if not text.endswith((*NAMES, ATTENTION)):
+        return ""
     found: Any = names
     for part in text.split("."):
         found = found.get(part) if isinstance(found, dict) else getattr(found, part, None)
-    return any(found is getattr(functional, name) for name in NAMES)
+    return next((name for name in (*NAMES, ATTENTION) if found is getattr(functional, name)), "")
+
+
+def _number(value: ast.expr | None, module: nn.Module) -> float | None:
+    """Return the value of a constant, or of an attribute of the module: ``self.dropout``, ``self.drop.p``."""
+    if isinstance(value, ast.Constant):
+        found: Any = value.value
+    else:
+        path = ast.unparse(value).split(".") if isinstance(value, ast.Attribute) else []
+        found = module if path[:1] == ["self"] else None
+        for part in path[1:]:
+            found = getattr(found, part, None)
+    return float(found) if isinstance(found, int | float) else None

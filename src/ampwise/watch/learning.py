@@ -60,6 +60,8 @@ class OptimizerUse:
     tried: int = 0  # weights with a gradient that were compared
     unchanged: int = 0  # compared steps that changed none of these
     largest_change: float = 0.0  # by a step, relative to the weights
+    still: int = 0  # the last compared steps that changed none, although gradient times learning rate was large enough
+    still_from: int = 0  # the first of them
     # Learning rate: the largest of all groups
     lr: float | None = None
     peak_lr: float = 0.0

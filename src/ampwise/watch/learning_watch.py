@@ -43,6 +43,7 @@ MOST_SEARCHES = 4  # for the modules that own a parameter
 MOST_RESTARTS = 8  # a script may make modules in each step
 SAMPLED_TENSORS = 32
 SAMPLED_VALUES = 32  # of each
+STILL = 20  # steps in a row that change nothing, each of which is looked at; some optimizers apply one of several
 LOW = 1e-6  # of the highest learning rate: next to nothing
 
 
@@ -88,21 +89,34 @@ class SampledValues:
 class _StepComparison:
     """Some weights with a gradient before and after a step."""
 
-    def __init__(self, parameters: list[Tensor]) -> None:
+    def __init__(self, parameters: list[Tensor], lr: float) -> None:
         chosen = parameters[:: max(len(parameters) // SAMPLED_TENSORS, 1)][:SAMPLED_TENSORS]
         self._views = [_some_values(each) for each in chosen]
         self._before = [each.clone() for each in self._views]
         gradients = torch.cat([_some_values(each.grad).float() for each in chosen])  # type: ignore[arg-type]
         self._tried = (gradients != 0) & gradients.isfinite()
+        noticed = torch.cat([each.abs() * torch.finfo(each.dtype).eps for each in self._views])
+        self._due = self._tried & ((lr * gradients).abs() > noticed)
 
     def after_step(self) -> AsyncScalars:
-        """Return how many values had a gradient and how many have changed, and the squares of change and values."""
+        """Return how many values had a gradient and how many have changed, and the squares of change and values.
+
+        The last number says how many would have changed, had the gradient times the learning rate been subtracted.
+        """
         pairs = list(zip(self._views, self._before, strict=True))
         moved = torch.cat([now != then for now, then in pairs]) & self._tried
         change = torch.cat([(now - then).float() for now, then in pairs])[self._tried]
         size = torch.cat([then.float() for _, then in pairs])[self._tried]
         return AsyncScalars(
-            torch.stack([self._tried.sum().float(), moved.sum().float(), change.square().sum(), size.square().sum()])
+            torch.stack(
+                [
+                    self._tried.sum().float(),
+                    moved.sum().float(),
+                    change.square().sum(),
+                    size.square().sum(),
+                    self._due.sum().float(),
+                ]
+            )
         )
 
 
@@ -219,7 +233,9 @@ class LearningWatch:
                 use.backward_site = state.pending[-1].event.site
         with torch.no_grad():
             self._note_shared_step(optimizer, state, parameters)
-            if is_due(use.followed):
+            if self._pending:
+                self.settle()
+            if is_due(use.followed) or 0 < use.still < STILL:
                 use.precisions = precisions_of(optimizer)
                 self._sample(use, parameters, state)
 
@@ -249,8 +265,7 @@ class LearningWatch:
             use.replaced = sum(id(each) not in owners for _, each in left)
         plain = [each for each in parameters if is_plain(each) and is_plain(each.grad)]
         plain = [each for each in plain if each.device == plain[0].device == each.grad.device]
-        samples.comparison = _StepComparison(plain) if plain else None
-        self.settle()
+        samples.comparison = _StepComparison(plain, use.lr or 0.0) if plain else None
 
     def step_over(self, state: TrackedOptimizer, *, ran: bool) -> None:
         samples = self._samples.get(state.index)
@@ -258,7 +273,8 @@ class LearningWatch:
             compared, samples.comparison = samples.comparison, None
             if ran:
                 with torch.no_grad():
-                    self._pending.append((compared.after_step(), partial(_add_comparison, self.use_of(state))))
+                    take = partial(_add_comparison, self.use_of(state), state.steps + 1)
+                    self._pending.append((compared.after_step(), take))
 
     def _note_same_memory(self, use: OptimizerUse, parameters: list[Any], state: TrackedOptimizer) -> None:
         """Look for two parameters in the same memory: each gets its own update."""
@@ -518,12 +534,16 @@ def _cut_off(use: OptimizerUse, modules: dict[str, bool]) -> tuple[str, ...]:
     return tuple(found) if len(found) < len(modules) else ()
 
 
-def _add_comparison(use: OptimizerUse, numbers: list[float]) -> None:
-    tried, moved, change, size = numbers
+def _add_comparison(use: OptimizerUse, step: int, numbers: list[float]) -> None:
+    tried, moved, change, size, due = numbers
     if tried:
         use.compared += 1
         use.tried = int(tried)
         use.unchanged += moved == 0
+        if moved or not due:
+            use.still = 0
+        else:
+            use.still, use.still_from = use.still + 1, use.still_from if use.still else step
         if size:
             use.largest_change = max(use.largest_change, (change / size) ** 0.5)
 

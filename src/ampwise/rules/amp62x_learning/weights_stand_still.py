@@ -24,6 +24,7 @@ RULE = Rule(
 
 COMPARED = 5
 STEPS = 20
+STILL = 20  # steps in a row
 TINY_LIMIT = 1e-3
 TINY_CHANGE = 1e-6  # of the weights, in a step
 
@@ -57,6 +58,15 @@ def check_learning(facts: Learning) -> Findings:
                 fix="Set a learning rate; if a scheduler makes it 0, check its function (an integer division?) and its "
                 "number of steps.",
                 evidence={"compared": use.compared},
+            )
+        elif facts.ended and use.still >= STILL and not stands:
+            yield RULE.at(
+                use.made_at.place.but(step=use.still_from),
+                f"from step {use.still_from} to the end, none of {use.still} steps that were compared changed any of "
+                f"{use.tried} weights that had a gradient; steps before did. The learning rate is {use.lr:.3g}",
+                fix="Look for what keeps the step from reaching these parameters: a compiled or captured step, or a "
+                "wrapper that skips it.",
+                evidence={"compared": use.still, "lr": use.lr},
             )
         elif stands and use.lr > 0 and "bf16" not in use.precisions:
             yield RULE.at(

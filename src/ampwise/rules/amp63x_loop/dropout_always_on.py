@@ -11,10 +11,11 @@ RULE = Rule(
     code="AMP632",
     name="dropout-always-on",
     severity=Severity.WARNING,
-    summary="`F.dropout` drops units in evaluation, too.",
+    summary="Functional dropout drops units in evaluation, too.",
     why=(
         "`torch.nn.functional.dropout(x, p)` has `training=True` by default, and knows nothing of the module's mode: "
-        "after `model.eval()` it goes on dropping units, and predictions are random."
+        "after `model.eval()` it goes on dropping units, and predictions are random. `scaled_dot_product_attention` "
+        "drops by its `dropout_p` whenever that is not 0."
     ),
     fix="Pass `training=self.training`, or use `nn.Dropout`.",
     bad="x = F.dropout(x, 0.5)",
@@ -26,7 +27,7 @@ def check_learning(facts: Learning) -> Findings:
     for site, calls in facts.always_dropped.items():
         yield RULE.at(
             site.place,
-            f"`dropout` without `training=` in {calls.what}: in evaluation mode the model drew random numbers here, "
-            "too",
+            f"{calls.what}: it drops units in evaluation mode, too, in which this model drew random numbers",
+            fix="Pass `dropout_p=self.dropout if self.training else 0.0`." if "dropout_p" in calls.what else "",
             evidence={"times": calls.times},
         )
