@@ -1,5 +1,6 @@
 """Where there is no GPU, tests marked ``gpu`` skip and Triton's kernels run in its interpreter."""
 
+import contextlib
 import gc
 import importlib.util
 import itertools
@@ -22,7 +23,7 @@ settings.register_profile(
     "ampwise",
     deadline=None,
     derandomize="CI" in os.environ,
-    max_examples=500 if NIGHTLY else 20,
+    max_examples=500 if NIGHTLY else 10,
 )
 settings.load_profile("ampwise")
 
@@ -49,16 +50,21 @@ collect_ignore_glob = ["rules/fixtures/*"]  # code to be read, not run
 # A thread each: several tests run at the same time, as do the processes they start. Read when torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-try:
-    import torch
+HAS_CUDA = False
 
-    HAS_CUDA = torch.cuda.is_available()
-except ImportError:
-    HAS_CUDA = False
 
-if not HAS_CUDA:
-    # Read by Triton when a kernel is defined, so before any test imports one.
-    os.environ["TRITON_INTERPRET"] = "1"
+def pytest_configure(config):
+    global HAS_CUDA
+    # With -n, the first process only hands out tests; torch takes it two seconds.
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    with contextlib.suppress(ImportError):
+        import torch
+
+        HAS_CUDA = torch.cuda.is_available()
+    if not HAS_CUDA:
+        # Read by Triton when a kernel is defined, so before any test imports one.
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -125,9 +131,12 @@ def load_script():
 
 
 @pytest.fixture(scope="session")
-def warm():
+def warm(tmp_path_factory, request):
     """Pythons that begin with torch loaded: ``warm.run("-m", "ampwise", "run", "train.py", cwd=folder)``."""
     pytest.importorskip("torch")
-    pythons = Cold() if os.environ.get("AMPWISE_COLD") else Warm()
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if hasattr(request.config, "workerinput") else base) / "warm"  # by all processes of pytest
+    shared.mkdir(exist_ok=True)
+    pythons = Cold() if os.environ.get("AMPWISE_COLD") else Warm(shared)
     yield pythons
     pythons.close()

@@ -4,7 +4,7 @@ How a process ends, what it says last, what a signal leaves: such tests need a p
 takes four seconds of a processor to import. A fork has it at once. Whoever tests how Python starts, or what is imported
 when, starts a real one.
 
-    warm = Warm()
+    warm = Warm(folder)
     warm.run("-m", "ampwise", "run", "train.py", cwd=folder)  # as subprocess.run([sys.executable, ...], text=True)
     warm.on_terminal("-m", "ampwise", "explain", cwd=folder)  # the bytes that a terminal gets
 """
@@ -52,18 +52,35 @@ def force_nothing_to_disk():
 
 
 class Warm:
-    """The parent of the forks, and how to ask it for one."""
+    """The parent of the forks, and how to ask it for one.
 
-    def __init__(self):
-        self.folder = tempfile.TemporaryDirectory()
+    Whoever has the same folder has the same parent. It ends when the last of them has gone, whichever way.
+    """
+
+    def __init__(self, folder):
+        self.rank, self.parent = folder / "python", None
+        self.users = (folder / "users").open("w")
+        fcntl.flock(self.users, fcntl.LOCK_SH)
+        with (folder / "address").open("a+") as address:
+            fcntl.flock(address, fcntl.LOCK_EX)
+            address.seek(0)
+            self.address = address.read()
+            if not self.address:
+                self.start()
+                address.write(self.address)
+
+    def start(self):
+        self.folder = tempfile.TemporaryDirectory()  # the name of a socket is a short one
         self.address = str(Path(self.folder.name, "socket"))
-        self.rank = Path(self.folder.name, "python")
         self.rank.write_text(RANK % self.address)
         self.rank.chmod(0o700)
         # One thread each: the tests around these use the other cores, and a fork has no threads but its own.
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
         self.parent = subprocess.Popen(
-            [sys.executable, __file__, self.address], env=environment, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, self.address, self.users.name],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self.parent.stdout.readline() == "ready\n"
 
@@ -94,11 +111,31 @@ class Warm:
             finally:
                 fork.kill()
 
+    @contextlib.contextmanager
+    def asked_by_lines(self, *words, said, loaded=()):
+        """A function that writes a line to Python with these words and returns the line it answers; ``said`` is a file
+        for its stderr."""
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        (asked, asks), (answers, answered) = os.pipe(), os.pipe()
+        files = [asked, answered, said.fileno()]
+        with (
+            os.fdopen(asks, "w", buffering=1) as asks,
+            os.fdopen(answers) as answers,
+            Fork(self.address, words, files, ROOT, environment, loaded) as fork,
+        ):
+            os.close(asked)
+            os.close(answered)
+            yield lambda line: (asks.write(f"{line}\n"), answers.readline())[1]
+            asks.close()
+            fork.wait(timeout=120)
+
     def close(self):
-        self.parent.terminate()
-        self.parent.wait(timeout=120)
-        self.parent.stdout.close()
-        self.folder.cleanup()
+        fcntl.flock(self.users, fcntl.LOCK_UN)
+        self.users.close()
+        if self.parent is not None:
+            self.parent.wait(timeout=600)  # others may be using it
+            self.parent.stdout.close()
+            self.folder.cleanup()
 
 
 class Cold:
@@ -124,6 +161,13 @@ class Cold:
             finally:
                 started.kill()
                 started.wait()
+
+    @contextlib.contextmanager
+    def asked_by_lines(self, *words, said, loaded=()):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said, "text": True, "bufsize": 1}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        with subprocess.Popen([sys.executable, *map(str, words)], env=environment, **pipes) as started:
+            yield lambda line: (started.stdin.write(f"{line}\n"), started.stdout.readline())[1]
 
     def close(self):
         pass
@@ -198,9 +242,8 @@ def stand_for(address, words):
 # The parent
 
 
-def serve(address):
+def serve(address, users):
     """Import, then fork for whoever asks. Returns in the forks only, with the words they are to run."""
-    asker = os.getppid()
     force_nothing_to_disk()
     load(LOADED)
     fixes = importlib.import_module("ampwise.watch.fix_diffs")
@@ -210,13 +253,13 @@ def serve(address):
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
         listening.listen()
-        listening.settimeout(10)
+        listening.settimeout(0.5)
         print("ready", flush=True)
         while True:
             try:
                 connection, _ = listening.accept()
             except TimeoutError:
-                if os.getppid() != asker:  # it was killed, and nobody has told this one to end
+                if not in_use(users):
                     os._exit(0)
                 continue
             request, files = received(connection)
@@ -226,6 +269,16 @@ def serve(address):
             connection.close()
             for each in files:
                 os.close(each)
+
+
+def in_use(users):
+    """Whether somebody holds the lock; it goes with its holder, even with one that is killed."""
+    with Path(users).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def load(names):
@@ -309,4 +362,4 @@ def leave(words):
 
 
 if __name__ == "__main__":
-    leave(serve(sys.argv[1]))
+    leave(serve(*sys.argv[1:]))

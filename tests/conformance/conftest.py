@@ -1,2 +1,8 @@
-# What the ranks import runs in processes of its own, where this folder is on the path.
-collect_ignore = ["distributed_engine.py", "distributed_fsdp2.py"]
+import pytest
+
+from . import distributed_pair
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_are_forks(request):
+    distributed_pair.pythons = lambda: request.getfixturevalue("warm")

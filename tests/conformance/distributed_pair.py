@@ -1,30 +1,27 @@
 """Ranks to ask, and what to say of their answers."""
 
 import atexit
+import contextlib
 import functools
 import json
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
+LOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.nn.parallel"]
 
 
 class Ranks:
     """``ask`` runs a case of distributed_cases.py on two ranks, or four, and returns the facts of each."""
 
-    def __init__(self):
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the ranks are)
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
-        )
+    def __init__(self, pythons):
+        self.open = contextlib.ExitStack()
+        self.log = self.open.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
+        self.answer = self.open.enter_context(pythons.asked_by_lines(WORKER, said=self.log, loaded=LOADED))
 
     def ask(self, case, *, ranks=2, **arguments):
-        self.process.stdin.write(json.dumps({"case": case, "ranks": ranks, "arguments": arguments}) + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
+        answer = self.answer(json.dumps({"case": case, "ranks": ranks, "arguments": arguments}))
         assert answer, f"the ranks are gone:\n{self.last_words()}"
         return json.loads(answer)
 
@@ -32,18 +29,19 @@ class Ranks:
         self.log.seek(0)
         return self.log.read()[-4000:]
 
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait(timeout=120)
-        self.process.stdout.close()
-        self.log.close()
+
+def pythons():
+    """For `make peers`; tests have forks instead, by conftest.py."""
+    from warm import Cold
+
+    return Cold()
 
 
 @functools.cache
 def the_ranks():
     """Started when first asked for, since that takes seconds, and then kept."""
-    ranks = Ranks()
-    atexit.register(ranks.close)
+    ranks = Ranks(pythons())
+    atexit.register(ranks.open.close)
     return ranks
 
 

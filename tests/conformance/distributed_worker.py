@@ -13,6 +13,9 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import distributed_cases
+import distributed_engine
+import distributed_fsdp2
 import torch
 import torch.distributed as dist
 
@@ -72,10 +75,6 @@ class Ranks:
 
 
 def main():
-    import distributed_cases  # here, because pytest looks for doctests in this file without its folder on the path
-    import distributed_engine
-    import distributed_fsdp2
-
     ranks = Ranks(distributed_cases.CASES | distributed_engine.CASES | distributed_fsdp2.CASES)
     with tempfile.TemporaryDirectory() as folder:
         for number, line in enumerate(sys.stdin):

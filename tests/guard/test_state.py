@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -732,7 +732,6 @@ def identical(one, other):
 
 
 @given(states)
-@settings(max_examples=25, deadline=None)
 def test_any_nesting_comes_back_from_files_as_it_was(state):
     with tempfile.TemporaryDirectory() as folder:
         run = buffered(None, state={"kept": Keeps(state)})

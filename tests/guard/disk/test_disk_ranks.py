@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,28 +15,15 @@ from ...night import by_night
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not hasattr(os, "fork"), reason="needs gloo and fork")
 
+LOADED = ["ampwise.guard.disk.reading", "ampwise.guard.disk.writing", "torch.distributed.fsdp"]
+
 
 @pytest.fixture(scope="module")
-def ranks():
+def ranks(warm):
     """Runs a phase with so many ranks in a folder; what each found."""
     script = Path(__file__).with_name("disk_ranks.py")
-    worker = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-
-    def phase(name, world, folder):
-        worker.stdin.write(json.dumps({"phase": name, "world": world, "folder": str(folder)}) + "\n")
-        worker.stdin.flush()
-        return json.loads(worker.stdout.readline())
-
-    yield phase
-    worker.stdin.close()
-    worker.wait(120)
-    worker.stdout.close()
+    with Path(os.devnull).open("w") as said, warm.asked_by_lines(script, said=said, loaded=LOADED) as ask:
+        yield lambda name, world, at: json.loads(ask(json.dumps({"phase": name, "world": world, "folder": str(at)})))
 
 
 @pytest.mark.parametrize(

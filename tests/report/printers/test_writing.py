@@ -32,6 +32,9 @@ WRITES = {
 }
 STREAMS = {"stream", "out", "err", "stdout", "stderr", "__stdout__", "__stderr__"}  # whatever is called so
 RAW = {"write", "writelines", "buffer"}
+# The last parts of all names that are looked at: most files have none, most calls are of others.
+CALLED = {name.rpartition(".")[2] for name in WRITES} | {"say", "say_if_open", "write", "warn", "exit", "SystemExit"}
+A_NAME = re.compile(rf"\b({'|'.join(CALLED | RAW)})\b")
 PASS_ON = {
     "trace/python_state.py": "what other threads write while a step is run again, as they wrote it",
     "watch/script.py": "what a script gave to sys.exit(), as Python prints it",
@@ -44,12 +47,14 @@ PLAIN_WARNINGS = {
 
 def offences(file, source):
     """Each place that writes past ``terminal``, or gives it a text with foreign parts in the place of a template."""
+    if file == TERMINAL or not A_NAME.search(source):
+        return
     tree = ast.parse(source)
-    for node in ast.walk(tree) if file != TERMINAL else ():
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in RAW and _last_name(node.value) in STREAMS:
             if file not in PASS_ON:
                 yield node.lineno, ast.unparse(node)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+        elif isinstance(node, ast.Call) and _last_name(node.func) in CALLED:
             name = ast.unparse(node.func)
             first = node.args[0] if node.args else ast.Constant(None)
             if (name in WRITES and file not in WRITES[name]) or _is_wrong(name, first, file, tree):

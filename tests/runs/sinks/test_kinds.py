@@ -239,9 +239,13 @@ def test_wandb_alone(tmp_path):
     send("wandb", LOSSES)
     send("wandb:mine", LOSSES)
     import wandb
-    answer({"runs": read_wandb(), "left": wandb.run is None and sys.stdout is sys.__stdout__})
+    from ampwise.runs.sinks.kinds.wandb import _mode
+    left = wandb.run is None and sys.stdout is sys.__stdout__
+    answer({"mode": _mode(), "runs": read_wandb(), "left": left})
     """
-    read = run("wandb", READ_WANDB + textwrap.dedent(code), tmp_path)
+    (tmp_path / "netrc").touch()
+    read = run("wandb", READ_WANDB + textwrap.dedent(code), tmp_path, NETRC=str(tmp_path / "netrc"))
+    assert read["mode"] == "offline"  # nobody has logged in
     assert read["left"]
     assert set(read["runs"]) == {"ampwise", "mine"}
     for one in read["runs"].values():
@@ -320,16 +324,15 @@ def test_wandb_in_a_script_that_begins_its_run_later_or_ends_it_early(tmp_path):
     assert [row["ampwise/loss"] for row in rows_with(runs["early"], "ampwise/loss")] == [1.0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("environment", "netrc", "mode"),
     [
         ({}, "", "offline"),
-        *by_night(
-            ({"WANDB_MODE": "disabled"}, "", None),
-            # Not silent, it would ask its server for the user's name, to greet; where there is no network, for long.
-            ({"WANDB_SILENT": "true"}, f"machine api.wandb.ai login user password {'a' * 40}", None),
-            ({"WANDB_BASE_URL": "https://wandb.example.org"}, f"machine api.wandb.ai password {'a' * 40}", "offline"),
-        ),
+        ({"WANDB_MODE": "disabled"}, "", None),
+        # Not silent, it would ask its server for the user's name, to greet; where there is no network, for long.
+        ({"WANDB_SILENT": "true"}, f"machine api.wandb.ai login user password {'a' * 40}", None),
+        ({"WANDB_BASE_URL": "https://wandb.example.org"}, f"machine api.wandb.ai password {'a' * 40}", "offline"),
     ],
     ids=["nobody", "mode", "netrc", "another host"],
 )
