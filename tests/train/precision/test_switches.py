@@ -5,8 +5,9 @@ a fork of one process in which torch is as it was imported; it is a list of stat
 """
 
 import json
-import subprocess
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,24 +101,18 @@ def block(tf32, body="pass"):
 
 
 @pytest.fixture(scope="module")
-def run():
+def run(warm):
     """Runs a program; what its ``looks`` have seen, and a look at the end."""
     if sys.platform == "win32":
         pytest.skip("no fork here")
-    runner = subprocess.Popen(
-        [sys.executable, "-c", RUNNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )
 
     def run(*program):
-        runner.stdin.write(json.dumps(program) + "\n")
-        said = json.loads(runner.stdout.readline())
-        assert isinstance(said, list), f"{program}: {said}"
-        return said
+        looks = json.loads(ask(json.dumps(program)))
+        assert isinstance(looks, list), f"{program}: {looks}"
+        return looks
 
-    yield run
-    runner.stdin.close()
-    assert runner.wait() == 0
-    runner.stdout.close()
+    with Path(os.devnull).open("w") as said, warm.asked_by_lines("-c", RUNNER, said=said) as ask:
+        yield run
 
 
 @pytest.mark.few_by_day(4)
