@@ -84,6 +84,7 @@ def _lacking_in(code: SourceFile) -> list[SavedCheckpoint]:
     saved = _saved_checkpoints(code)
     if any(each.contents == THE_SCALER for each in saved):
         return []  # it has a file of its own
+    beside = {each.frame.function for each in saved if each.contents.scaler and not each.contents.optimizer}
     # A function that we cannot see may save it if the script loads it, or if another such function gets it.
     may_be_saved = _loads_scaler(code) or any(each.contents.scaler and each.contents.whole for each in saved)
     found = []
@@ -94,7 +95,7 @@ def _lacking_in(code: SourceFile) -> list[SavedCheckpoint]:
             isinstance(each.display, ast.Dict) and len(each.display.keys) == 1
         )
         is_judged = has_optimizer and whole and (is_complete or not may_be_saved)
-        if is_judged and not has_scaler and _is_in_reach(each, users, code):
+        if is_judged and not has_scaler and each.frame.function not in beside and _is_in_reach(each, users, code):
             found.append(each)
     return found
 
@@ -124,7 +125,7 @@ def _saved_checkpoints(code: SourceFile) -> list[SavedCheckpoint]:
     read: set[ast.AST] = set()
     for call, frame, arguments, trace in sites:
         reader = SavedValueReader(stepped, alone=len(saving[frame.function]) == 1)
-        contents = together([reader.given(argument, frame, call.lineno) for argument in arguments])
+        contents = together([*[reader.given(each, frame, call.lineno) for each in arguments], _given_by_name(call)])
         if isinstance(call.func, ast.Attribute):
             contents = together([contents, reader.receiver(call.func, frame)])
         add(reader, call, frame, contents, trace)
@@ -149,6 +150,13 @@ def _saved_checkpoints(code: SourceFile) -> list[SavedCheckpoint]:
         if each.display in completed:
             each.contents = together([each.contents, THE_SCALER])
     return list(found.values())
+
+
+def _given_by_name(call: ast.Call) -> Contents:
+    """Return what a saving call is given by keyword: ``save(optimizer, scaler=state.scaler)``."""
+    values = [word.value for word in call.keywords if role_of_name(word.arg or "") == SCALER]
+    is_given = any(not isinstance(value, ast.Constant) for value in values)
+    return THE_SCALER if is_given else together([])
 
 
 def _saving_calls(code: SourceFile) -> Iterator[tuple[ast.Call, Frame, list[ast.expr], CodeTrace | None]]:
