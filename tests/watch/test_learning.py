@@ -71,6 +71,27 @@ FAULTS = {
             loss.backward()
             optimizer.step()
     """,
+    "a softmax before the cross entropy": """
+        class Normalised(Net):
+            def __init__(self):
+                super().__init__()
+                self.softmax = nn.Softmax(-1)
+            def forward(self, x):
+                return self.softmax(super().forward(x))  # expect: AMP641
+
+        model = Normalised()
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
+    "a sigmoid before a loss that applies it, beside another": """
+        model = nn.Sequential(nn.Linear(8, 1), nn.Sigmoid())  # expect: AMP641
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            out = model(x).squeeze(1)
+            loss = F.binary_cross_entropy_with_logits(out, (y % 2).float()) + 0.1 * out.square().mean()
+            loss.backward()
+            optimizer.step()
+    """,
     "a layer replaced in the middle, whose predecessor keeps its gradients": """
         model = Net()
         optimizer = Adam(model.parameters(), lr=0.01)  # expect: AMP620
@@ -796,6 +817,20 @@ FINE = {
             optimizer.zero_grad()
             each = F.cross_entropy(model(x), labels, reduction="none")
             (each[labels != -100].mean() + each.sum() / (labels != -100).sum()).backward()
+            optimizer.step()
+    """,
+    "probabilities inside of the model, logits in the loss": """
+        class Mixed(Net):
+            def forward(self, x):
+                mixed = torch.softmax(x, -1) * self.encoder.weight.sigmoid().mean()
+                return self.head(torch.relu(self.encoder(mixed))) + self.head.bias.softmax(-1)
+
+        model = Mixed()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y) + F.nll_loss(model(x).softmax(-1).log(), y)
+            (loss + F.cross_entropy(5 * model(x).softmax(-1), y)).backward()
             optimizer.step()
     """,
     "an optimizer that applies the mean of eight gradients": """

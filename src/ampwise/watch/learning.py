@@ -228,6 +228,7 @@ class Learning:
     averages: list[HalfAverage] = field(default_factory=list)
     diluted: dict[CallSite, DilutedMean] = field(default_factory=dict)
     crossed: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses over all pairs
+    normalised: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses that normalise probabilities again
     leaf_losses: dict[CallSite, CountedCalls] = field(default_factory=dict)  # backward passes of losses without a graph
     idle_clips: dict[CallSite, CountedCalls] = field(default_factory=dict)  # clips of nothing
     useful_clips: Counter[CallSite] = field(default_factory=Counter)

@@ -28,7 +28,7 @@ from ampwise.watch.learning import (
     SharedSteps,
     WideClip,
 )
-from ampwise.watch.loss_means import note_crossed_loss, note_diluted_mean
+from ampwise.watch.loss_means import note_crossed_loss, note_diluted_mean, note_normalised_twice
 from ampwise.watch.models import name_without_wrappers
 from ampwise.watch.tracked import TrackedOptimizer
 from ampwise.watch.tracker import CallTracker
@@ -343,6 +343,7 @@ class LearningWatch:
             return
         note_diluted_mean(given[0], self._facts, self._tracker.steps + 1)
         note_crossed_loss(given[0], self._facts, self._tracker.steps + 1)
+        note_normalised_twice(given[0], self._facts, self._tracker.steps + 1)
         users: dict[Any, Any] = {}  # by node of the graph: the one that it was found from
         pending: list[tuple[Any, Any]] = [(each.grad_fn, None) for each in given]
         while pending:

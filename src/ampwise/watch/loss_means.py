@@ -1,25 +1,30 @@
-"""Means over the wrong values, read from the graph of a loss: over ignored positions, or over all pairs."""
+"""Losses over the wrong values, read from their graph: over ignored positions, all pairs, or normalised outputs."""
 
 from __future__ import annotations
 
 import ast
+import sys
 from typing import Any
 
 from torch import Tensor
 
 from ampwise.finding.call_site import CallSite
-from ampwise.trace.call_site import calling_site
+from ampwise.trace.call_site import calling_site, code_owner
 from ampwise.trace.names_in_code import FUNCTIONS, bound_names, call_name, free_names, root_name, tree_of
 from ampwise.watch.inspection import ARITHMETIC, AVERAGING, MOVING
 from ampwise.watch.learning import CountedCalls, DilutedMean, Learning
 
-__all__ = ["note_crossed_loss", "note_diluted_mean"]
+__all__ = ["note_crossed_loss", "note_diluted_mean", "note_normalised_twice"]
 
 LONGEST = 16  # nodes
 COMPARING = tuple(f"{kind}LossBackward" for kind in ("Mse", "L1", "SmoothL1", "Huber"))
 BENDING = tuple(f"{kind}Backward" for kind in ("Pow", "Abs", "Sum", "Square", "Sqrt", "Log", "Cosh", "Clamp"))
 LEAST = 0.05  # share of ignored positions
 NONE = 0  # the value of reduction="none" in torch's loss nodes
+# Loss nodes that normalise by themselves, and what makes probabilities.
+NORMALISING = ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward")
+PROBABILITIES = ("SoftmaxBackward", "SigmoidBackward")
+PASSED_ON = (*MOVING, *(f"{kind}Backward" for kind in ("Index", "Slice", "Select", "Permute", "Transpose")))
 LOSSES = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss")
 
 
@@ -74,6 +79,41 @@ def note_crossed_loss(loss: Tensor, facts: Learning, step: int) -> None:
         elif not node.name().startswith((*ARITHMETIC, *MOVING, *AVERAGING, *BENDING)):
             return
         node = before[0][0]
+
+
+def note_normalised_twice(loss: Tensor, facts: Learning, step: int) -> None:
+    """Note a cross entropy, which takes logits, of the output of a softmax or a sigmoid."""
+    pending: list[Any] = [loss.grad_fn]
+    for _ in range(2 * LONGEST):
+        if not pending:
+            return
+        node = pending.pop()
+        name = node.name()
+        if name.startswith(NORMALISING):
+            given = node.next_functions[0][0]
+            while given is not None and given.name().startswith(PASSED_ON):
+                given = given.next_functions[0][0]
+            if given is not None and given.name().startswith(PROBABILITIES):
+                what = given.name().partition("Backward")[0].lower()
+                site = _only_call_of(what) or _assignment_of_loss(calling_site())
+                facts.normalised.setdefault(site, CountedCalls(step=step, what=what)).times += 1
+                return
+        elif name.startswith((*ARITHMETIC, *MOVING, *AVERAGING, "NllLoss", "SumBackward")):
+            pending += [each for each, _ in node.next_functions if each is not None]
+
+
+def _only_call_of(name: str) -> CallSite | None:
+    """Return the only line of the script's own code that calls a function, or else makes a module, of this name."""
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    calls = [
+        (call_name(node), CallSite(file=file, line=node.lineno))
+        for file in files
+        if file.endswith(".py") and code_owner(file) == "own"
+        for node in ast.walk(tree_of(file) or ast.Module(body=[], type_ignores=[]))
+        if isinstance(node, ast.Call) and call_name(node).lower() == name
+    ]
+    found = [site for called, site in calls if called == name] or [site for _, site in calls]
+    return found[0] if len(found) == 1 else None
 
 
 def _shape(node: Any, number: int) -> tuple[int, ...] | None:
