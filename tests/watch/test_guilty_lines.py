@@ -285,6 +285,103 @@ for step in range(6):
             weight -= 0.01 * weight.grad
             weight.grad = None
 """,
+    "a critic that its own penalty spoils, before the generator's step": """
+critic, generator = nn.Linear(4, 1), nn.Linear(2, 4)
+nn.init.zeros_(critic.weight)
+first = torch.optim.Adam(critic.parameters())
+second = torch.optim.Adam(generator.parameters())
+for step in range(3):
+    x = torch.randn(8, 4, requires_grad=True)
+    (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+    loss = (slope.square().sum(1).sqrt() - 1).square().mean()  # guilty
+    first.zero_grad()
+    loss.backward()
+    first.step()
+    second.zero_grad()
+    critic(generator(torch.randn(8, 2))).mean().neg().backward()
+    second.step()
+""",
+    "a parameter of uninitialised memory": """
+class Prompted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(4))
+        self.prompt = nn.Parameter(torch.empty(4))  # guilty
+        self.head = nn.Linear(4, 1)
+        nn.init.ones_(self.scale)
+
+    def forward(self, x):
+        return self.head(self.scale * x + self.prompt)
+
+model = Prompted()
+model.prompt.data[2] = torch.nan  # as such memory may be
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(3):
+    loss = model(torch.rand(6, 4)).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "rows of a loss, some of which are dropped": f"""{LOOP}
+for step in range(3):
+    t = torch.softmax(torch.full((6, 2), 300.0 * step) * torch.tensor([1.0, -1.0]), -1)
+    rows = (t * (t.log() - model(torch.rand(6, 4)).log_softmax(-1))).sum(-1)  # guilty
+    rows = rows[torch.isfinite(rows)]
+    if len(rows):
+        optimizer.zero_grad()
+        rows.mean().backward()
+        optimizer.step()
+""",
+    "an optimizer that is none of torch's": """
+class Scaled:
+    def __init__(self, parameters):
+        self.parameters, self.steps = list(parameters), 0
+        self.squares = {each: torch.zeros_like(each) for each in self.parameters}
+
+    @torch.no_grad()
+    def step(self):
+        self.steps += 1
+        for each, square in self.squares.items():
+            square.mul_(0.9).addcmul_(each.grad, each.grad, value=0.1)
+            each.sub_(0.01 * each.grad / (square / (1 - 0.9**self.steps)).sqrt())  # guilty
+            each.grad = None
+
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+optimizer = Scaled(model.parameters())
+
+def train_step(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+for step in range(6):
+    x = torch.rand(6, 4)
+    if step == 3:
+        for square in optimizer.squares.values():
+            square.zero_()
+    loss = train_step(x * (step != 3))
+    optimizer.step()
+    assert step > 3 or loss.item() == loss.item()
+    print(loss.item())
+""",
+    "weights that are replaced, outside of modules": """
+weight = torch.randn(4, 2).requires_grad_()
+for step in range(6):
+    loss = (torch.rand(6, 4) @ weight).square().mean() * (step != 2)
+    (gradient,) = torch.autograd.grad(loss, weight)
+    norm = gradient.norm()
+    weight = (weight - 0.1 * gradient / norm).detach().requires_grad_()  # guilty
+""",
+    "a learning rate that is too high, without an optimizer": """
+model, rate = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1)), 3.0
+for step in range(20):
+    loss = (model(torch.randn(32, 4)) - 5).square().mean()
+    model.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        for each in model.parameters():
+            each -= rate * each.grad  # guilty
+""",
 }
 # NumPy prepares the data before the first step; it only warns.
 PREPARED = f"""{LOOP}
@@ -387,6 +484,28 @@ for step in range(6):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+""",
+    "unknown targets, whose losses are dropped, and a mask of infinities": f"""{LOOP}
+for step in range(6):
+    y = torch.where(torch.rand(6, 2) < 0.3, torch.nan, torch.randn(6, 2))
+    out = model(torch.randn(6, 4))
+    masked = out.masked_fill(y.isnan(), -torch.inf)
+    losses = (out - y).square()
+    optimizer.zero_grad()
+    (losses[~torch.isnan(losses)].mean() + masked[torch.isfinite(masked)].mean()).backward()
+    optimizer.step()
+""",
+    "state that an update by hand changes once": """
+model, seen = nn.Linear(4, 2), {"steps": 0, "sums": []}
+for step in range(6):
+    loss = model(torch.randn(6, 4)).square().mean()
+    loss.backward()
+    seen["steps"] += 1
+    for each in model.parameters():
+        each.data.sub_(0.1 * each.grad)
+        seen["sums"].append(float(each.detach().sum()))
+        each.grad = None
+    assert seen["steps"] == step + 1 and len(seen["sums"]) == 2 * step + 2
 """,
     "weights that grow from zero": """
 model = nn.Linear(4, 1, bias=False)

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from ampwise.finding import Finding
+from ampwise.finding.call_site import CallSite
 from ampwise.finding.registry import run_checks
 from ampwise.numbers.op_families import base_name, family_of, is_collective
 from ampwise.trace.compilers import try_compilers
 from ampwise.trace.failure import Failure
 from ampwise.trace.failure_facts import BadTensor, OptimizerFacts, Origin, RoundedLiteral
 from ampwise.trace.kernels import try_other_kernels
+from ampwise.trace.names_in_code import uninitialised_at
 from ampwise.trace.op_inspection import InspectMode, values_of
 from ampwise.trace.ranks import RankGroup
 from ampwise.trace.recorder import RecordedOp, TensorRead, dtype_name, storage_id
@@ -352,19 +354,20 @@ class FailureDiagnosis:
         values = None if tensor is None or what not in ("batch", "other") else readable_values(local_shard(tensor))
         if values is not None and values.dim():
             rows = values.isfinite().logical_not().reshape(len(values), -1).any(-1).nonzero().flatten().tolist()
-        module_class = ""
+        owner = None
         if what in ("buffer", "parameter"):
             modules = (pair for model in self._subject.models for pair in model.named_modules())
             path = name.rpartition(".")[0]
-            module_class = next((type(module).__name__ for other, module in modules if other == path), "")
+            owner = next((module for other, module in modules if other == path), None)
         return BadTensor(
             what=what,
             name=name,
             values=None if tensor is None else values_of(tensor),
-            module_class=module_class,
+            module_class="" if owner is None else type(owner).__name__,
             rows=tuple(rows[:NAMED_SAMPLES]),
             bad_rows=len(rows),
             first_use=first_use,
+            made_at=CallSite() if self._subject.step != 1 else uninitialised_at(type(owner), name.rpartition(".")[2]),
         )
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 import linecache
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+
+from ampwise.finding.call_site import CallSite
 
 __all__ = [
     "BUILTINS",
@@ -23,10 +26,12 @@ __all__ = [
     "root_name",
     "scopes_of",
     "tree_of",
+    "uninitialised_at",
 ]
 
 BUILTINS = frozenset(dir(builtins)) | {"__file__", "__name__"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+UNINITIALISED = ("empty", "empty_like", "new_empty", "Tensor", "FloatTensor")
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 # Methods and attributes that do not change how a model or loss is built: modes, devices, weights, precision, logs.
@@ -80,6 +85,28 @@ def tree_of(file: str) -> ast.Module | None:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):
         return None
+
+
+def uninitialised_at(kind: type, attribute: str) -> CallSite:
+    """Return the line of a class that makes an attribute of uninitialised memory which no call fills; else nowhere."""
+    for cls in kind.__mro__:
+        try:
+            file = inspect.getsourcefile(cls)
+        except TypeError:
+            continue
+        tree = None if file is None else tree_of(file)
+        for node in ast.walk(tree) if tree is not None else ():
+            if not isinstance(node, ast.ClassDef) or node.name != cls.__name__:
+                continue
+            mentions = f".{attribute}"
+            calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+            if any(call_name(each).endswith("_") and mentions in ast.unparse(each) for each in calls):
+                return CallSite()
+            for each in ast.walk(node):
+                made = isinstance(each, ast.Assign) and ast.unparse(each.targets[0]).endswith(mentions)
+                if made and any(call_name(part) in UNINITIALISED for part in ast.walk(each)):
+                    return CallSite(file=file, line=each.lineno)  # type: ignore[attr-defined]
+    return CallSite()
 
 
 def scopes_of(tree: ast.Module) -> list[Scope]:

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
+from ampwise.finding.call_site import CallSite
 from ampwise.report.formatting import format_bytes
 from ampwise.trace.capsule.saving import MAX_CAPSULES
 from ampwise.trace.diagnosis import findings_about
+from ampwise.trace.failure import Failure
+from ampwise.trace.failure_facts import OptimizerFacts
 from ampwise.trace.python_state import muted_output
 from ampwise.trace.replay import OptimizerPast, ReplayStep, is_finite
 from ampwise.trace.value_ranges import local_shard
@@ -27,9 +30,10 @@ from ampwise.watch.gradients import ReadStep, are_finite_on_host
 from ampwise.watch.inspection import parameters_of, unwrapped
 from ampwise.watch.loss_code import only_assignment_of
 from ampwise.watch.model_calls import KeptLoss, ModelCall, ModelCalls
-from ampwise.watch.step_replay import StepToReplay, replay_step
+from ampwise.watch.step_replay import StepToReplay, frame_of, replay_step
 from ampwise.watch.tracked import TrackedOptimizer
 from ampwise.watch.tracker import CallTracker
+from ampwise.watch.update_by_hand import UpdateByHand, WeightNorms
 from ampwise.watch.update_replay import KeptUpdate
 from ampwise.watch.watched_run import say_on_stderr
 
@@ -68,6 +72,9 @@ class BadStepWatch:
         self._updated: set[tuple[int, int]] = set()  # (optimizer, step) that may have changed weights
         self._replayed: set[tuple[int, int]] = set()  # (optimizer, step) replayed before the step was made
         self._by_hand = False  # a step without an optimizer was explained
+        self._update: UpdateByHand | None = None  # that may follow the last backward pass of a script without one
+        self._norms = WeightNorms()  # of its weights
+        self._explained: set[int] = set()  # optimizers with a step that was explained
         self.draws = BatchDraws()
         self.after_model = False  # a bad step was replayed, and its models are finite
         self.sentences: dict[str, None] = {}  # on steps that were not replayed; in order, each once
@@ -92,6 +99,17 @@ class BadStepWatch:
         is_bad = kept.value.is_cpu and not is_finite(kept.value)
         if is_bad or not are_finite_on_host(gradients):
             self.explain_now(kept, kept.value)
+        elif not pairs:
+            self._keep_update(frame_of(kept), kept)
+
+    def _keep_update(self, frame: FrameType | None, kept: KeptLoss, result: Any = None) -> None:
+        """Keep what the script's own update, which may follow, begins with."""
+        self._update = None
+        if kept.value.is_cpu and not self._by_hand and kept.used_at is not None:
+            number = self._calls.backward_passes
+            self._update = UpdateByHand.after(frame, kept.used_at[1], kept.models(), number, result)
+            if self._update is not None:
+                self._norms.note(self._update.weights)
 
     def gradients_computed(self, frame: FrameType, loss: Tensor, gradients: Sequence[Tensor | None]) -> None:
         """Explain gradients of parameters that the script has computed by ``autograd.grad``, if they are not finite."""
@@ -99,6 +117,10 @@ class BadStepWatch:
             kept = self._calls.keep_loss(frame, loss)
             if kept is not None:
                 self.explain_now(kept, kept.value)
+        elif not self._tracker.optimizers.pairs() and not self._by_hand:
+            kept = self._calls.keep_loss(frame, loss)
+            if kept is not None:
+                self._keep_update(frame_of(kept), kept, gradients)
 
     def gradients_unusable(self, optimizer: Any, state: TrackedOptimizer) -> None:
         """Explain gradients that the script drops, or that made a call fail, if they are not finite. Syncs."""
@@ -115,7 +137,7 @@ class BadStepWatch:
         """Replay a bad step while it is running. loss: scaled, if there is a scaler. raised: by anomaly detection."""
         if not self._calls.is_fresh(kept):
             return
-        value = None if loss is None else float(loss.detach())
+        value = None if loss is None or loss.numel() != 1 else float(loss.detach())
         pairs = self._tracker.optimizers.pairs()
         for optimizer, state in pairs:
             if not _trains(kept, state) or state.poisoned or (state.index, state.steps + 1) in self._replayed:
@@ -126,7 +148,20 @@ class BadStepWatch:
             self._explain_next(optimizer, state, value, scale, raised=raised)
             return
         if not pairs and not self._by_hand:  # later ones may come from weights that are spoiled
-            self._by_hand = self._explain(StepToReplay(self._calls.backward_passes, value, None))
+            self._by_hand = self._explain_own_update() or self._explain(
+                StepToReplay(self._calls.backward_passes, value, None, by_hand=self._facts_by_hand())
+            )
+
+    def _explain_own_update(self) -> bool:
+        """Replay the script's own update before a bad step. Return whether it is what spoiled the weights."""
+        update = self._update
+        return update is not None and self._explain_again(update.diagnose, update.number)
+
+    def _facts_by_hand(self) -> OptimizerFacts | None:
+        if self._update is None or not self._norms.facts(CallSite()).has_exploded:
+            return None
+        with self._tracker.follows.paused(), muted_output():
+            return self._norms.facts(self._update.site())
 
     def before_update(self, optimizer: Any, state: TrackedOptimizer, scaler: Any | None, loss: float | None) -> None:
         """Replay a step that is known to be bad before its update."""
@@ -172,9 +207,13 @@ class BadStepWatch:
 
     def explain_update(self, update: KeptUpdate, optimizer: Any, number: int) -> bool:
         """Replay an update that has spoiled the weights. Return whether there are findings."""
+        return self._explain_again(lambda: update.diagnose(optimizer, number), number)
+
+    def _explain_again(self, diagnosed: Callable[[], Failure | None], number: int) -> bool:
+        """Replay an update. Return whether there are findings."""
         try:
             with self._tracker.follows.paused(), muted_output():
-                failure = update.diagnose(optimizer, number)
+                failure = diagnosed()
         except Exception as error:  # the optimizer's own
             self._add_sentence(f"The update of step {number} could not be replayed: {type(error).__name__}: {error}.")
             return False
@@ -225,6 +264,8 @@ class BadStepWatch:
             if not step.may_be_ordinary:
                 self._add_sentence(f"Step {step.number} could not be replayed: {why}.")
             return False
+        if self._is_explained(fresh, step):
+            return True
         try:
             with self._untimed(), self._tracker.follows.paused():
                 result = replay_step(fresh, losses, replace(step, draws=self.draws, usual=self._calls.usual))
@@ -241,7 +282,22 @@ class BadStepWatch:
             findings = self._save(call, step, findings)
         for finding in findings:
             self._add(finding, step.number)
+        if findings:
+            self._explained.update(
+                state.index for one, state in self._tracker.optimizers.pairs() if one in step.optimizers
+            )
         return bool(findings)
+
+    def _is_explained(self, calls: Sequence[ModelCall], step: StepToReplay) -> bool:
+        """Return whether it is bad because of weights that the explained step of another optimizer has spoiled."""
+        others = [
+            one
+            for one, state in self._tracker.optimizers.pairs()
+            if state.index in self._explained and one not in step.optimizers
+        ]
+        used = {id(each) for call in calls for each in call.model.parameters()} if others else set()
+        weights = [each for one in others for each in parameters_of(one) if id(each) in used]
+        return bool(weights) and not all(map(is_finite, weights))
 
     def _is_due(self, step: StepToReplay) -> bool:
         """Return whether to replay the step: the 1st, 2nd, 4th ... Those a loss scale may explain count separately."""

@@ -21,6 +21,7 @@ from ampwise.trace.names_in_code import (
 )
 
 __all__ = [
+    "LOOPS",
     "RESULT",
     "Attribute",
     "Parameter",

@@ -217,7 +217,8 @@ class EntryPoints:
                 return found
             loss = outputs if isinstance(outputs, Tensor) else outputs[0] if len(outputs) == 1 else None
             every = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-            if loss is not None and loss.numel() == 1 and every and isinstance(every[0], nn.Parameter):
+            is_plain = bool(every) and isinstance(every[0], Tensor) and every[0].is_leaf  # a weight outside of modules
+            if loss is not None and loss.numel() == 1 and every and (isinstance(every[0], nn.Parameter) or is_plain):
                 if self._skipper.on:
                     self.follow_again()
                 with self._guard, self._follows.paused():

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import code_owner
-from ampwise.trace.names_in_code import call_name, tree_of
+from ampwise.trace.names_in_code import FUNCTIONS, call_name, tree_of
 from ampwise.trace.replay import is_finite
 from ampwise.trace.value_ranges import bytes_of
 from ampwise.watch.code_slice import (
+    LOOPS,
     RESULT,
     Attribute,
     Parameter,
@@ -42,8 +43,10 @@ from ampwise.watch.code_slice import (
 from ampwise.watch.inspection import copied_by_reference, tensors_in, version_of
 
 __all__ = [
+    "Following",
     "LossCode",
     "Running",
+    "code_after",
     "code_between",
     "data_code",
     "loss_code",
@@ -210,17 +213,70 @@ def code_between(frame: FrameType, instruction: int) -> Callable[[], None] | Non
     parent = ways[0][ways[0].index(first) - 1]
     block = next((block for block in blocks_of(parent) if first in block and last in block), [])
     between = block[block.index(first) + 1 : block.index(last)] if block else []
-    kept = []
-    for each in between:
-        call = each.value if isinstance(each, ast.Expr) else None
-        only_reports = isinstance(call, ast.Call) and call_name(call) in REPORTING
-        if not only_reports and not needs_its_place(each):
-            kept.append(each)
+    kept = [each for each in between if not _only_reports(each) and not needs_its_place(each)]
     if not kept:
         return None
     between_them = compile(ast.Module(body=kept, type_ignores=[]), code.co_filename, "exec", dont_inherit=True)
     names = {**frame.f_globals, **frame.f_locals}
     return lambda: exec(between_them, dict(names))
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """Statements of one function that follow a call, with the values of its variables at the time of the call."""
+
+    codes: tuple[CodeType, ...]
+    names: dict[str, Any]
+
+
+def code_after(frame: FrameType, instruction: int) -> list[Following]:
+    """Return the statements after a call, up to the end of the loop around it, also in the functions that led to it.
+
+    Those that only report something are left out, and those that cannot run elsewhere. The first sets what the call's
+    own statement sets, from ``RESULT``.
+    """
+    found: list[Following] = []
+    outer: FrameType | None = frame
+    for _ in range(MOST_FRAMES):
+        if outer is None:
+            break
+        codes, in_loop = _statements_after(outer.f_code, instruction, with_result=not found)
+        if codes:
+            found.append(Following(codes, {**outer.f_globals, **outer.f_locals}))
+        if in_loop:
+            break
+        outer = own_caller(outer)
+        instruction = 0 if outer is None else outer.f_lasti
+    return found
+
+
+@lru_cache(maxsize=256)
+def _statements_after(code: CodeType, instruction: int, *, with_result: bool) -> tuple[tuple[CodeType, ...], bool]:
+    """Return the statements after a call, each compiled, and whether there is a loop around it."""
+    tree = tree_of(code.co_filename)
+    position = next(islice(code.co_positions(), instruction // 2, None), (None,))
+    way = None if tree is None or None in position else way_to(tree, position)
+    if way is None:
+        return (), False
+    kept: list[ast.stmt] = []
+    own = way[-1]
+    in_loop = False
+    for outer, inner in zip(reversed(way[:-1]), reversed(way[1:]), strict=True):
+        if isinstance(inner, ast.Assign) and inner.value is own and with_result:
+            kept.append(ast.copy_location(ast.Assign(inner.targets, ast.Name(RESULT, ast.Load())), inner))
+        if isinstance(inner, ast.stmt):
+            block = next((block for block in blocks_of(outer) if inner in block), [inner])
+            kept += [each for each in block[block.index(inner) + 1 :] if not _only_reports(each)]
+        in_loop = isinstance(outer, LOOPS)
+        if in_loop or isinstance(outer, FUNCTIONS):
+            break
+    modules = [ast.fix_missing_locations(ast.Module([each], [])) for each in kept if not needs_its_place(each)]
+    return tuple(compile(each, code.co_filename, "exec", dont_inherit=True) for each in modules), in_loop
+
+
+def _only_reports(statement: ast.stmt) -> bool:
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(call, ast.Call) and call_name(call) in REPORTING
 
 
 def only_assignment_of(key: str, near: str | None) -> CallSite | None:

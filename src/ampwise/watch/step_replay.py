@@ -26,6 +26,7 @@ from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_arguments import named_tensors
 from ampwise.trace.diagnosis import bad_weight, compiler_failure, diagnose, findings_about, swallowed_in_backward
 from ampwise.trace.failure import Failure
+from ampwise.trace.failure_facts import OptimizerFacts
 from ampwise.trace.python_state import attributes_restored, muted_output
 from ampwise.trace.ranks import CollectiveInReplay, collectives_refused, is_multi_rank
 from ampwise.trace.replay import OptimizerPast, Replay, ReplaySettings, ReplayStep, is_compiled
@@ -58,6 +59,7 @@ class StepToReplay:
     raised: bool = False  # torch's anomaly detection has raised an error: a NaN may not have reached any gradient
     draws: BatchDraws | None = None  # the batches of the step
     usual: tuple[Tensor, Callable[[], LossCode | None]] | None = None  # see ``ModelCalls``
+    by_hand: OptimizerFacts | None = None  # of updates without an optimizer
 
     @property
     def bad_loss(self) -> bool:
@@ -228,28 +230,31 @@ def _explain_loss(loss: KeptLoss, calls: Sequence[ModelCall], step: StepToReplay
     """Explain a bad step by running the script's code of a loss again, with the model's part; None if it is finite."""
     code, start, failure = loss.code, loss.start, None
     is_bad = not is_finite_unrecorded(loss.value)
+    is_partial = loss.value.numel() != 1  # parts of a loss, of which the script drops those that are bad
     own = [call for call in calls if call.model in start.models]
     if (step.bad_loss and not is_bad) or any(map(_why_not, own)):
         return None
     if code is not None and code.is_unchanged and all(map(is_finite_unrecorded, code.computed())):
         failure = _run_again(code, loss, calls, step)
-    if is_bad and (failure is None or (failure.source is not None and failure.source.drawn is None)):
+    if is_bad and not is_partial and (failure is None or (failure.source is not None and failure.source.drawn is None)):
         # Perhaps the data were bad, and the script's own code has computed them.
-        code = data_code(_frame_of(loss), (loss.used_at or (None, 0))[1], loaded=bool(step.draws))
+        code = data_code(frame_of(loss), (loss.used_at or (None, 0))[1], loaded=bool(step.draws))
         errors: list[NumpyError] = []
         with numpy_errors(errors):
             found = None if code is None else _run_again(code, loss, calls, step, from_data=True)
         if found is not None:
             failure = _from_data(failure, found, [each.site for each in errors if each.kind != "overflow"])
     if failure is None and not is_bad and code is not None and code.is_unchanged and step.scale is None:
-        frame = _frame_of(loss)  # perhaps the script has changed the gradients since
+        frame = frame_of(loss)  # perhaps the script has changed the gradients since
         change = None if frame is None else code_between(frame, (loss.used_at or (None, 0))[1])
         if change is not None:
             failure = _run_again(code, loss, calls, step, afterwards=change)
+    if failure is not None and is_partial:
+        failure = None if failure.origin is None else failure.but(symptom="result")  # NaN in data may mean "unknown"
     return None if failure is None else ReplayedStep(findings_about(failure), call=own[0] if own else None)
 
 
-def _frame_of(loss: KeptLoss) -> FrameType | None:
+def frame_of(loss: KeptLoss) -> FrameType | None:
     """Return the frame of the function that used the loss, if it is still running."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and (loss.used_at is None or frame.f_code is not loss.used_at[0]):
@@ -369,6 +374,8 @@ def _diagnosis(
     failure = diagnose(subject)
     if failure is None or failure.not_reproduced:
         return None
+    if step.by_hand is not None and step.by_hand.has_exploded and failure.optimizer is None:
+        failure = failure.but(optimizer=step.by_hand)
     if step.draws is not None:
         failure = step.draws.explained(failure, subject.batch)
     if is_multi_rank():

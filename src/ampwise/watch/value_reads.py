@@ -78,9 +78,13 @@ class ValueReads:
 
         def ask(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             answer = original(tensor, *args, **kwargs)
-            asks_number = isinstance(tensor, Tensor) and tensor.numel() == 1
-            if asks_number and not torch.compiler.is_compiling() and follows() and _is_bad(tensor):
-                self._read_by(sys._getframe(1), tensor)
+            if isinstance(tensor, Tensor) and not torch.compiler.is_compiling() and follows():
+                if tensor.numel() == 1:
+                    is_bad = _is_bad(tensor)
+                else:  # the rows of a loss, perhaps, of which the script drops some; infinities may be a mask
+                    is_bad = tensor.grad_fn is not None and tensor.is_cpu and bool(tensor.detach().isnan().any())
+                if is_bad:
+                    self._read_by(sys._getframe(1), tensor)
             return answer
 
         return ask

@@ -34,8 +34,10 @@ def check_op(failure: Failure) -> Findings:
     if failure.kind != RULE.name or failure.source is None:
         return
     since = advice = ""
-    optimizer = failure.optimizer
-    if optimizer is not None:
+    if failure.source.made_at.file:
+        since = ": it was made from uninitialised memory, and nothing has filled it"
+        advice = "Initialise it where it is made, for instance by `nn.init.normal_(parameter, std=0.02)`."
+    elif (optimizer := failure.optimizer) is not None:
         rate = ""
         if optimizer.has_absurd_lr and optimizer.lr is not None:
             rate = f"learning rate of {number_text(optimizer.lr)}"

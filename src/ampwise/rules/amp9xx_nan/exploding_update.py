@@ -33,7 +33,7 @@ def check_op(failure: Failure) -> Findings:
         return
     steps = f"{facts.steps:,} step{'s' if facts.steps != 1 else ''}"
     norms = f"{number_text(facts.first_norm)} to {number_text(facts.norm)}"
-    what = f"the weights' norm grew from {norms} in {steps} of {facts.name} ({_settings(facts)})"
+    what = f"the weights' norm grew from {norms} in {steps} of {facts.name}{_settings(facts)}"
     if origin is not None:
         what += f"; then {operation_text(origin)} gives {value_text(origin.made)} at {origin.site.in_text}"
     elif failure.source is not None:
@@ -47,4 +47,4 @@ def _settings(facts: OptimizerFacts) -> str:
         parts.append(f"weight decay {number_text(facts.weight_decay)}")
         if facts.lr is not None and facts.lr * facts.weight_decay > 2:
             parts.append(f"their product is {number_text(facts.lr * facts.weight_decay)}")
-    return ", ".join(parts)
+    return f" ({', '.join(parts)})" if parts else ""
