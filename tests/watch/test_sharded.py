@@ -1,4 +1,4 @@
-"""The watch over FSDP2, of one rank."""
+"""The watch over FSDP2, and over an optimizer that exchanges gradients itself, of one rank."""
 
 import math
 
@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
+from ampwise.trace import ranks
 from ampwise.watch.watch import Watch
 
 
@@ -54,3 +55,36 @@ def test_weights_are_called_finite_only_where_they_were(gloo):
     assert "the weights were not finite before this step" in said(watched([("1.weight", math.nan)]))
     assert "whether the weights were finite before is unknown" in said(watched([("2.weight", 1e30)]))
     assert "the weights were finite" in said(watched(bad_batch=3))
+
+
+class SharedSGD(torch.optim.Optimizer):
+    """An optimizer that averages gradients over ranks itself, as nanochat's and modded-nanogpt's do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.from_others = 0.0
+
+    @torch.no_grad()
+    def step(self):
+        for each in self.param_groups[0]["params"]:
+            total = each.grad + self.from_others
+            dist.all_reduce(total)
+            each.sub_(total, alpha=self.param_groups[0]["lr"])
+
+
+def test_an_update_that_exchanges_gradients_is_not_replayed_nor_blamed(gloo, monkeypatch):
+    """The other ranks do not replay theirs: the exchange would be taken for a part of the next one."""
+    monkeypatch.setattr(ranks, "is_multi_rank", lambda: True)
+    with Watch(timing=False) as watch:
+        model = nn.Linear(4, 1)
+        optimizer = SharedSGD(model.parameters())
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.from_others = math.nan if step == 3 else 0.0
+            optimizer.step()
+    (seen,) = watch.seen()
+    assert (seen.finding.rule.code, seen.finding.place.step) == ("AMP612", 5)
+    assert "the weights were not finite before this step" in seen.finding.message
+    (sentence,) = (each for each in watch.not_measured() if "step 4" in each)
+    assert "SharedSGD exchanges values with other ranks; theirs may not have been finite" in sentence

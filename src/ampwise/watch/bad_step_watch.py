@@ -22,6 +22,7 @@ from ampwise.trace.diagnosis import findings_about
 from ampwise.trace.failure import Failure
 from ampwise.trace.failure_facts import OptimizerFacts
 from ampwise.trace.python_state import muted_output
+from ampwise.trace.ranks import CollectiveInReplay
 from ampwise.trace.replay import OptimizerPast, ReplayStep, is_finite
 from ampwise.trace.value_ranges import local_shard
 from ampwise.train.random_state import to_plain_random
@@ -206,14 +207,18 @@ class BadStepWatch:
         self._calls.settled(state.index)
 
     def explain_update(self, update: KeptUpdate, optimizer: Any, number: int) -> bool:
-        """Replay an update that has spoiled the weights. Return whether there are findings."""
+        """Replay an update that has spoiled the weights. Return whether it needs no further look."""
         return self._explain_again(lambda: update.diagnose(optimizer, number), number)
 
     def _explain_again(self, diagnosed: Callable[[], Failure | None], number: int) -> bool:
-        """Replay an update. Return whether there are findings."""
+        """Replay an update. Return whether it needs no further look."""
         try:
             with self._tracker.follows.paused(), muted_output():
                 failure = diagnosed()
+        except CollectiveInReplay:
+            why = "it exchanges values with other ranks; theirs may not have been finite"
+            self._add_sentence(f"The update of step {number} could not be replayed: {why}.")
+            return True
         except Exception as error:  # the optimizer's own
             self._add_sentence(f"The update of step {number} could not be replayed: {type(error).__name__}: {error}.")
             return False

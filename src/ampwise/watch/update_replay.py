@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ampwise.trace.diagnosis import diagnose
 from ampwise.trace.failure import Failure
+from ampwise.trace.ranks import collectives_refused
 from ampwise.trace.replay import ReplaySettings, ReplayStep, is_finite
 from ampwise.watch.inspection import parameters_of
 
@@ -61,7 +62,8 @@ class KeptUpdate:
                     tensor.copy_(copy)
             optimizer.state.clear()
             optimizer.state.update({parameter: dict(entries) for parameter, entries in self.state})
-            optimizer.step()
+            with collectives_refused():  # other ranks may not replay theirs
+                optimizer.step()
             return bad
 
         after = list(optimizer.state.items())
