@@ -14,19 +14,21 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from guard_ranks import answers, data, model_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ampwise import GradScaler, Guard, Ladder, Stopped
+from ampwise.errors import BadInput
 
 BAD = (5, 1)  # batch and rank
 OPTIONS = {"every": "2 steps", "keep": 20, "snapshot_every": 2, "patience": "60s", "ladder": Ladder(skips=1, healthy=2)}
 
 
 def training(directory, wrap, *, seed=1, scaler=None, **options):
+    from guard_ranks import model_of  # here, because pytest looks for doctests without this folder on the path
+
     model = model_of(seed)
     if wrap == "ddp":
         model = DistributedDataParallel(model, find_unused_parameters=True)  # its buckets stay as they are
@@ -40,6 +42,8 @@ def training(directory, wrap, *, seed=1, scaler=None, **options):
 
 
 def loader(rank, *, bad=(), without=()):
+    from guard_ranks import data
+
     world = dist.get_world_size()
     batches = [torch.cat([each, -each[:2]]).chunk(world)[rank] for each in data(10)]
     if rank == BAD[1]:
@@ -158,17 +162,29 @@ def goes_on(wrap):
     return case
 
 
+def each_on_its_own(rank, directory):
+    run = training(directory, "")
+    try:
+        train(run, loader(rank), own=False)
+    except BadInput as error:
+        return {"refused": str(error)}
+    return {"trained": run.guard.number}
+
+
 WORLDS = (1, 2, 4, 2, 1) if "AMPWISE_NIGHTLY" in os.environ else (2, 4, 1)  # one after the other
 CASES = {
     "ddp": (survives("ddp", own=False, clip_norm=0.5), 2),
     "ddp_own_torch": (survives("ddp", own=True, scaler=torch.amp.GradScaler), 4),
     "fsdp2": (survives("fsdp2", own=False, clip_norm=0.5, accumulate=2), 4),
     "fsdp2_own_ampwise": (survives("fsdp2", own=True, scaler=GradScaler), 2),
+    "on_their_own": (each_on_its_own, 2),
     "left_out": (one_leaves_out_its_step("fsdp2"), 2),
 } | {f"resharded_{place}": (goes_on("fsdp2"), world) for place, world in enumerate(WORLDS)}
 
 
 if __name__ == "__main__":
+    from guard_ranks import answers
+
     where = Path(sys.argv[1])
     said = {name: answers(name, case, world, where) for name, (case, world) in CASES.items()}
     Path(sys.argv[2]).write_text(json.dumps(said))

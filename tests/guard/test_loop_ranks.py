@@ -54,6 +54,13 @@ def test_a_step_that_one_rank_leaves_out_is_left_out_by_all(ranks):
     assert (said["passed"], said["same"]) == ([[0, 5]], True)
 
 
+def test_ranks_that_nothing_connects_do_not_share_a_directory(ranks):
+    """The second would wait for the lock of the first, or resume what the first has saved."""
+    first, second = ranks["on_their_own"]
+    assert first == {"trained": 10}
+    assert "this is rank 1, and the model is neither wrapped in DistributedDataParallel nor" in second["refused"]
+
+
 def test_other_numbers_of_ranks_go_on_with_the_same_weights(ranks):
     runs = [ranks[name] for name in sorted(ranks) if name.startswith("resharded_")]
     assert len(runs) > 2

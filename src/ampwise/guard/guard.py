@@ -37,6 +37,7 @@ from ampwise.guard.stopping import STOPPED_EXIT_CODE, Signals, Stopped, Watchdog
 from ampwise.guard.training import GuardedTraining
 from ampwise.train.callback import Callback
 from ampwise.train.engine import Engine
+from ampwise.train.ranks import rank
 from ampwise.train.step import Step
 
 LOST_RANK = re.compile("Connection closed by peer|Connection reset|NCCL|[Gg]loo|Broken pipe|[Tt]imed out")
@@ -238,6 +239,12 @@ class Guard(Callback):
             raise
 
     def _take_directory(self) -> None:
+        if rank() and not self._agreement.distributed:
+            raise BadInput(
+                f"Guard({str(self.directory)!r}): this is rank {rank()}, and the model is neither wrapped in "
+                "DistributedDataParallel nor sharded by fully_shard: the guards of all ranks would not act together. "
+                "Wrap or shard the model; if only rank 0 trains, use a guard only there."
+            )
         if (self.directory / CAPSULES).is_symlink():  # the directory is untrusted
             raise BadInput(
                 f"Guard({str(self.directory)!r}): {CAPSULES} in it is a symlink, and the guard does not write through "
