@@ -23,6 +23,7 @@ from ampwise.check.source.outline import FunctionOutline
 from ampwise.check.source.precision import argument_of, dtypes_of
 from ampwise.check.source.project import SourceFile
 from ampwise.check.source.reaching_definitions import reaching_values
+from ampwise.check.source.sharding import sharded_models
 from ampwise.check.source.torch_names import BF16, FP16, FP32, MODEL_NAME
 from ampwise.check.source.walk import CodeSite
 
@@ -106,6 +107,7 @@ class TensorDtypes:
 
     def __init__(self, code: SourceFile, any_mode: bool = False) -> None:
         self.any_mode = any_mode
+        self.sharded = sharded_models(code) if any_mode else {}
         self.contexts: dict[tuple[int, int], EventContext] = {}
         self.returns: dict[tuple[int, int], list[CodeSite]] = {}
         for trace in code.traces:
@@ -287,6 +289,11 @@ class TensorDtypes:
         if half and (layer in LAYERS_IN_HALF or layer in LAYERS_IN_SINGLE):
             return half if layer in LAYERS_IN_HALF else SINGLE
         target = frame.callee(node)
+        policy = None if context.autocasts else self.sharded.get(frame.key(node.func) or "")
+        if policy is not None:  # FSDP casts the output only if it is asked to, but a model ends in a layer in 16 bits
+            output, computed = policy.dtype("output_dtype"), policy.dtype("param_dtype")
+            if output is not None or target is None:
+                return output if output in (FP16, BF16, FP32) else None if output else LIKELY.get(computed or "")
         if target is not None:
             return self._returned(node, target[0], frame, seen)
         found = torch_operation(node, frame)

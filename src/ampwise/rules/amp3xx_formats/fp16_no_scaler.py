@@ -20,6 +20,7 @@ from ampwise.check.source.line_references import spot
 from ampwise.check.source.modes import NONE, OFF, modes_of
 from ampwise.check.source.names import arguments_given, last_name
 from ampwise.check.source.scaled_losses import may_be_scaled
+from ampwise.check.source.sharding import sharded_models, sharding_policies
 from ampwise.check.source.torch_names import FP16, NOT_A_GRAD_SCALER, SCALER
 from ampwise.finding import Findings, Rule, Severity
 
@@ -97,7 +98,11 @@ def _half_weights(code: SourceFile, reported: set[ast.AST]) -> Findings:
         steps = region.events_of(EventKind.OPTIMIZER_STEP)
         own = [pair for pair in pairs if any(pair.is_applied_by(step) for step in steps)]
         models = [*[pair.model for pair in own], *half_models_run(region, code, FP16)]
-        casts = [*everywhere, *[(model.node, model.given, model.context.frame) for model in models]]
+        run = {sharded_models(code).get(event.key or "") for event in region.events_of(EventKind.FORWARD)}
+        own_policies = {None if policy is None else policy.call for policy in run}
+        others = set() if None in run or not run else {each.call for each in sharding_policies(code)} - own_policies
+        casts = [each for each in everywhere if each[0] not in others]
+        casts += [(model.node, model.given, model.context.frame) for model in models]
         for backward in _stepped(region) if casts else ():
             if backward.node in reported or backward.frame.outline is not code.outline or may_be_scaled(backward):
                 continue

@@ -9,6 +9,7 @@ from ampwise.check.source.half_models import half_models
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.modes import NO_AUTOCAST, autocasts_in, modes_of
+from ampwise.check.source.sharding import sharded_models
 from ampwise.check.source.steps import BACKWARDS, STEPS
 from ampwise.check.source.torch_names import BF16, FP16
 from ampwise.finding import Findings, Rule, Severity
@@ -55,6 +56,10 @@ def check_source(code: SourceFile) -> Findings:
                 if {model.dtype, dtype} == {FP16, BF16} and not model.given:
                     since = model.spot(event.place)
                     found.append((autocast, f"{dtype} autocast over a model that has been {model.dtype} since {since}"))
+            policy = sharded_models(code).get(event.key or "")
+            if policy is not None and {policy.dtype("param_dtype"), dtype} == {FP16, BF16}:
+                message = f"{dtype} autocast over a model that FSDP runs in {policy.dtype('param_dtype')}"
+                found.append((autocast, f"{message} (`param_dtype` in {policy.spot(event.place)})"))
         found += _default_over_bf16(region, code)
         for autocast, message in [*found, *_two_autocasts(region, forwards)]:
             if autocast.node not in reported:

@@ -49,7 +49,7 @@ LOSS_LAYERS = (
 LAYERS = (*LOSS_LAYERS, "LogSoftmax")
 SCORES = LazyPattern(r"logit|score|pred")
 TRAINS = (".backward(", ".zero_grad(", "caler(loss")
-NEEDS = (("autocast",), TRAINS, (*FUNCTIONS[:3], "log_softmax", "logsumexp", ".log(", *LAYERS))
+NEEDS = (("autocast", "MixedPrecisionPolicy"), TRAINS, (*FUNCTIONS[:3], "log_softmax", "logsumexp", ".log(", *LAYERS))
 
 
 def check_source(code: SourceFile) -> Findings:
@@ -72,9 +72,8 @@ def check_source(code: SourceFile) -> Findings:
                     break
                 reported.add(code.script.statement(where))
                 name = "BF16" if dtype in (BF16, LIKELY_BF16) else "FP16"
-                message = (
-                    f"`{code.script.segment(tensor)[:40]}` left autocast in {name}, so this loss is computed in {name}"
-                )
+                scores = code.script.segment(tensor)[:40]
+                message = f"`{scores}` is in {name} outside of autocast, so this loss is computed in {name}"
                 yield RULE.at(code.script.place(where), message)
                 break
 

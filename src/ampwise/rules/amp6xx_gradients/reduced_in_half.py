@@ -2,10 +2,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.precision import argument_of
+from ampwise.check.source.sharding import sharding_policies
+from ampwise.check.source.torch_names import BF16, FP16, FP32
 from ampwise.finding import Findings, Place, Rule, Severity
 from ampwise.numbers.number_text import scale_text
 
 if TYPE_CHECKING:
+    from ampwise.check.source.types import SourceFile
     from ampwise.watch.gradient_health import GradientHealth
 
 RULE = Rule(
@@ -25,9 +29,21 @@ RULE = Rule(
     good="policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
 )
 
+NEEDS = (("MixedPrecisionPolicy",), ("reduce_dtype",))
+
 LOST = 0.05  # of a parameter's gradient; less than this is harmless
 LEAST = 64  # values: with fewer, the fraction is noise
 BF16_RANKS = 256  # so many equal shares, added one by one, are as much as BF16 can count
+
+
+def check_source(code: SourceFile) -> Findings:
+    for policy in sharding_policies(code):
+        reduce, computed = argument_of(policy.call, "reduce_dtype", 1), policy.dtype("param_dtype")
+        # In FP32 there may be a loss scale, in another file, too.
+        unscaled = computed == BF16 or (computed in (None, FP32) and "backward(" in code.script.text)
+        if reduce is not None and policy.dtype("reduce_dtype") == FP16 and unscaled and "caler" not in code.script.text:
+            message = "FSDP sums gradients over ranks in FP16, which flushes those below 2⁻²⁵; there is no loss scale"
+            yield RULE.at(code.script.place(reduce), message)
 
 
 def check_gradients(health: GradientHealth) -> Findings:
