@@ -87,4 +87,4 @@ def test_an_update_that_exchanges_gradients_is_not_replayed_nor_blamed(gloo, mon
     assert (seen.finding.rule.code, seen.finding.place.step) == ("AMP612", 5)
     assert "the weights were not finite before this step" in seen.finding.message
     (sentence,) = (each for each in watch.not_measured() if "step 4" in each)
-    assert "SharedSGD exchanges values with other ranks; theirs may not have been finite" in sentence
+    assert "it exchanges values with other ranks; theirs may not have been finite" in sentence
