@@ -647,7 +647,7 @@ NARROWER = [
         ideas="fp8-trains-4x",
         refused=True,
         codes="AMP707",
-        says=(r"4x counts sparsity", r"0\.95x to 1\.16x"),
+        says=(r"4x counts sparsity", r"0\.95x to 1\.27x"),
     ),
     case(
         "FP8 saves 75 % of memory",

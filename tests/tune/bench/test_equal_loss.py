@@ -3,10 +3,12 @@
 import math
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks import equal_loss as benchmark
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -213,3 +215,15 @@ def test_what_cannot_be_compared_is_refused(monkeypatch, make, options, words):
     options = {"precisions": ["fp32", "bf16"], "budget_s": 0.7, "seeds": 2, **options}
     with pytest.raises(BadInput, match=words):
         equal_loss(make, device="cpu", clock=Clock(monkeypatch), **options)
+
+
+def test_the_benchmark_publishes_verdicts_and_curves(monkeypatch):
+    monkeypatch.setattr(benchmark, "text", lambda: SimpleNamespace(facts="two files"))
+    result = compared(narrow={"step_s": 0.016})
+    verdicts, points = benchmark.tables(result)
+    assert [row[0] for row in verdicts.rows] == ["wide", "narrow"]
+    assert [len(row) for row in verdicts.rows] == [len(verdicts.columns)] * 2
+    assert (verdicts.rows[0][-1], verdicts.rows[1][-1]) == ("", "faster")
+    assert points.columns == ["step", "wide s", "wide loss", "narrow s", "narrow loss"]
+    assert [row[0] for row in points.rows] == POINTS
+    assert points.rows[-1][3] == pytest.approx(800 * result.rows[1].step_s)
