@@ -28,6 +28,17 @@ def test_a_loss_below_zero_jumps_if_it_rises_by_more_than_its_size(peak, found):
     assert watched(losses).count == found
 
 
+def test_losses_are_judged_anew_after_a_target_network_has_changed():
+    losses = [*noisy(100, level=0.003), *noisy(100, level=0.1)]
+    watch = SpikeDetector()
+    for step, loss in enumerate(losses, start=1):
+        if step == 101:
+            watch.restart()
+        watch.add(step, loss)
+    assert watch.count == 0
+    assert watched(losses).count == 1
+
+
 def test_losses_of_both_signs_have_no_usual_size():
     rng = random.Random(0)
     losses = [rng.gauss(0, 0.02) for _ in range(200)]  # as of a policy gradient with a baseline

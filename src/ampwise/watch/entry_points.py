@@ -445,6 +445,8 @@ class EntryPoints:
     def load_weights(self, original: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(model, *args, **kwargs)
         with self._guard:
+            for health in self._watch.healths.values():  # a target network, perhaps, on which losses depend
+                health.losses.restart()
             self._watch.learning.loaded(model)
         return result
 

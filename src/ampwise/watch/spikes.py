@@ -114,6 +114,10 @@ class SpikeDetector:
         deviation = median([abs(math.log(each / usual)) for each in losses if each > 0])
         return usual, math.log(loss / usual) / max(deviation, LEAST_DEVIATION), loss / usual
 
+    def restart(self) -> None:
+        """Judge by the next steps only: what the losses are measured against has changed."""
+        self._begin()
+
     def forget(self, since_step: int) -> None:
         """Forget this step and later ones, because they will be run again. Spikes already reported are kept."""
         kept = [(step, loss) for step, loss in self._history if step < since_step]

@@ -82,7 +82,8 @@ class ValueReads:
                 if tensor.numel() == 1:
                     is_bad = _is_bad(tensor)
                 else:  # the rows of a loss, perhaps, of which the script drops some; infinities may be a mask
-                    is_bad = tensor.grad_fn is not None and tensor.is_cpu and bool(tensor.detach().isnan().any())
+                    value = readable_values(tensor) if tensor.grad_fn is not None and tensor.is_cpu else None
+                    is_bad = value is not None and bool(value.isnan().any())
                 if is_bad:
                     self._read_by(sys._getframe(1), tensor)
             return answer
