@@ -46,8 +46,9 @@ OVER_PARAMETERS = LazyPattern(r"\b(named_)?parameters\(")
 OVER_LIST = LazyPattern(r"\b(param(eter)?s|param_list|params_list)\b")  # of tensors, or a dictionary of settings
 OF_A_TENSOR = frozenset(("grad", "data", "norm", "abs", "mean", "std", "var", "sum", "max", "min"))
 A_STEP = LazyPattern(r"step|iter|batch|optimi[sz]e|update|train")  # a function that is called once per step
-# Guards that distinguish parameters rather than steps, or that almost every step passes.
-ABOUT_PARAMETERS = LazyPattern(r"grad|\bp\b|param|dim\b|weight|bias|is_?nan|isinf|isfinite")
+# Guards that distinguish parameters rather than steps.
+ABOUT_PARAMETERS = LazyPattern(r"grad|\bp\b|param|dim\b|weight|bias")
+ASKS_FOR_NAN = LazyPattern(r"^[\w.]*is(nan|inf|finite)\([\w.]+\)$")  # almost every step has none
 # The same in every step: which process this is, whether there is a logger.
 FOR_THE_WHOLE_RUN = LazyPattern(r"\b(ddp|distributed|master|main_process|rank)\b|(run|logger|writer) is not None$")
 LOGS = LazyPattern(r"^(log|log_\w+|add_scalars?|print|info|debug|set_postfix|set_postfix_str|set_description|write)$")
@@ -100,7 +101,8 @@ def _for_each_parameter(
     """Yield each expression that syncs and its loop: a loop is reported once."""
     for guard in guards:
         source = guard_source(guard)
-        either = ABOUT_PARAMETERS.search(source) or FOR_THE_WHOLE_RUN.search(source)
+        is_healthy = ASKS_FOR_NAN.match(source) and guard.holds is ("isfinite" in source)
+        either = is_healthy or ABOUT_PARAMETERS.search(source) or FOR_THE_WHOLE_RUN.search(source)
         if guard.boundary is not None or not either or "%" in guard.text:
             return
     loops = site.context.loops
