@@ -23,7 +23,7 @@ settings.register_profile(
     "ampwise",
     deadline=None,
     derandomize="CI" in os.environ,
-    max_examples=500 if NIGHTLY else 10,
+    max_examples=500 if NIGHTLY else 20,
 )
 settings.load_profile("ampwise")
 
