@@ -109,8 +109,8 @@ def _saved_checkpoints(code: SourceFile) -> list[SavedCheckpoint]:
     ) -> None:
         where, home = reader.place(call, frame)
         display, made_in = reader.display
-        if isinstance(call, ast.Call) and _handed_to_a_handler(call, frame) and display and made_in:
-            where, home = display, made_in  # once, however many handlers get it
+        if isinstance(call, ast.Call) and isinstance(display, ast.Dict) and made_in:
+            where, home = display, made_in  # once, however often it is saved
         known = found.setdefault(where, SavedCheckpoint(where, home, contents, display))
         known.contents = together([known.contents, contents])
         known.optimizers |= reader.optimizers
