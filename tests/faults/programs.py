@@ -609,6 +609,7 @@ def main(text):
     if plan.forbid_at:
         be_like_others()
     if plan.largest_file is not None:
+        sys.dont_write_bytecode = True  # Python does not see that half of it is missing, nor do those who load it
         resource.setrlimit(resource.RLIMIT_FSIZE, (plan.largest_file, resource.RLIM_INFINITY))
     if plan.kill_at_fsync is not None:
         die_at(plan.kill_at_fsync)

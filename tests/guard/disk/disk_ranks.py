@@ -126,6 +126,7 @@ def write_too_much_on_one(rank, world, folder):
     really = writing.write_tensors
 
     def write_tensors(path, tensors):
+        sys.dont_write_bytecode = True  # what is cut off there is loaded by others
         resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))  # only now: ranks meet in a file
         return really(path, tensors)
 
