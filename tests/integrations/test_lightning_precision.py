@@ -289,6 +289,45 @@ def test_a_batch_that_is_passed_over_takes_no_step():
     assert module.layer.weight.flatten().tolist() == [0.0, 0.0]
 
 
+class AsksForClosure(torch.optim.SGD):
+    """As some third-party optimizers do, without gradients."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        self.loss = closure()
+        return super().step()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_an_optimizer_that_asks_for_a_closure_gets_one_that_has_run(precision):
+    module = Module(lambda params: AsksForClosure(params, lr=1.0), interval="epoch")
+    trainer, scaler = fit(module, (1, math.nan), precision)
+    (optimizer,) = trainer.optimizers
+    assert float(optimizer.loss) == 3.0
+    assert module.layer.weight.flatten().tolist() == [0.0, 0.0]
+    assert scaler.skipped
+    assert "partial" not in repr(vars(optimizer).get("step")), "nothing of ours is left on it"
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_a_module_may_call_the_closure_itself_and_gets_the_loss(precision):
+    """A hook may also leave out some steps. A batch that was passed over differs: it leaves no gradients."""
+    losses = []
+
+    class Own(Module):
+        def optimizer_step(self, epoch, batch_index, optimizer, optimizer_closure):
+            if batch_index == 0:
+                losses.append(optimizer.step(closure=optimizer_closure))
+            else:
+                losses.append(optimizer_closure())
+                optimizer.step()
+
+    module = Own(interval="epoch")
+    fit(module, (1, 2), precision)
+    assert losses[0] == 3.0
+    assert module.layer.weight.flatten().tolist() == [-2.0, -2.0]
+
+
 def test_the_scaler_knows_norm_and_census():
     module = Module(fused_sgd)
     _, scaler = fit(module, (2,), gradient_clip_val=1.5)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache, partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,13 +170,17 @@ class Precision(PrecisionPlugin):
             return self._step(optimizer, kwargs if closure is None else {"closure": closure, **kwargs})
         self._hold_schedulers(model)
         result = closure()
-        if result is None and model.automatic_optimization:  # training_step returned None to skip this batch
+        gradients = (each.grad for group in optimizer.param_groups for each in group["params"])
+        # training_step returned None to skip this batch; a module's own optimizer_step may have called the closure.
+        if result is None and model.automatic_optimization and all(each is None for each in gradients):
             self._after_closure(model, optimizer)
             return result
         if _user_reads_gradients(model, trainer) or not getattr(optimizer, "_step_supports_amp_scaling", False):
             self.unscale_gradients(optimizer)
         self._after_closure(model, optimizer)
-        return self._step(optimizer, kwargs)
+        with _closure_given(optimizer, lambda: result):
+            returned = self._step(optimizer, kwargs)
+        return result if returned is None else returned
 
     def _step(self, optimizer: Any, given: dict[str, Any]) -> Any:
         result = self.scaler.step(optimizer, **given)
@@ -248,6 +253,30 @@ class _SchedulerHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (self._original,)
+
+
+@contextmanager
+def _closure_given(optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[None]:
+    """Within the context, give a closure to a ``step(self, closure)`` that asks for one: it has run already."""
+    if not _requires_closure(type(optimizer)):
+        yield
+        return
+    attributes = vars(optimizer)
+    own = attributes.get("step")  # a scheduler's wrapper
+    attributes["step"] = partial(optimizer.step, closure)
+    try:
+        yield
+    finally:
+        attributes.pop("step")
+        if own is not None:
+            attributes["step"] = own
+
+
+@lru_cache(maxsize=64)
+def _requires_closure(kind: type[Optimizer]) -> bool:
+    return any(
+        each.name == "closure" and each.default is each.empty for each in signature(kind.step).parameters.values()
+    )
 
 
 def _trainer_of(module: Any) -> pl.Trainer | None:
