@@ -14,12 +14,13 @@ SOURCE = ROOT / "src" / "ampwise"
 POLICY = ROOT / "docs" / "security.md"
 
 RUNS_THE_SCRIPT = "watch/script.py"  # `ampwise run`, which is there to run one
-RUNS_ITS_LOSS = ("watch/loss_code.py", "watch/code_slice.py")  # statements of the running script, once more
+# Statements of the running script, once more.
+RUNS_ITS_CODE = ("watch/loss_code.py", "watch/code_slice.py", "watch/update_by_hand.py")
 # `ampwise init`, which tries the `make` that it has drafted from a script, in a process of its own.
 TRIES_THE_DRAFT = ("tune/init/trial.py", "tune/init/random_batch.py")
 # Calls that make code of data, or a shell's command of text; and the only files that may have them.
 MAKES_CODE = {
-    **dict.fromkeys(["exec", "compile"], (RUNS_THE_SCRIPT, *RUNS_ITS_LOSS, *TRIES_THE_DRAFT)),
+    **dict.fromkeys(["exec", "compile"], (RUNS_THE_SCRIPT, *RUNS_ITS_CODE, *TRIES_THE_DRAFT)),
     **dict.fromkeys(["eval", "__import__", "torch.load", "torch.hub.load", "numpy.load", "np.load"], ()),
     **dict.fromkeys(["os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"], ()),
     **dict.fromkeys(["shutil.unpack_archive", "tempfile.mktemp"], ()),

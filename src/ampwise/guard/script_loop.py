@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -176,7 +176,7 @@ class ScriptLoop:
                 torch._foreach_div_(collect_gradients(optimizer).values, float(correction))
             loss = loss / correction
         if self._clip_norm is not None:
-            norm = float(clip_in_memory_(stepping, self._clip_norm, 2.0, None))
+            norm = _clip(stepping, self._clip_norm)
         for optimizer in stepping:
             if scaler is None:
                 optimizer.step()
@@ -300,6 +300,14 @@ class ScriptLoop:
     def __repr__(self) -> str:
         names = ", ".join(type(each).__name__ for each in (*self.models, *self.optimizers))
         return f"<loop of {names} on {self.device}>"
+
+
+def _clip(optimizers: list[Optimizer], limit: float) -> float:
+    """Clip unscaled gradients as torch does, and return their norm; torch's own clip fails where a shard is empty."""
+    trained = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    if any(hasattr(each, "placements") for each in trained):
+        return float(clip_in_memory_(optimizers, limit, 2.0, None))
+    return float(clip_grad_norm_(trained, limit))
 
 
 def _bad_batch(batches: Iterable[Any]) -> list[Finding]:

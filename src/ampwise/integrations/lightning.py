@@ -258,7 +258,8 @@ class _SchedulerHook:
 @contextmanager
 def _closure_given(optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[None]:
     """Within the context, give a closure to a ``step(self, closure)`` that asks for one: it has run already."""
-    if not _requires_closure(type(optimizer)):
+    kind: Any = type(optimizer)
+    if not _requires_closure(kind):
         yield
         return
     attributes = vars(optimizer)
