@@ -39,7 +39,7 @@ def test_flash_attentions_backward_pass_adds_up_in_fp32():
     assert taken(work) > 0
     query = torch.empty(2, 4, 250, 50, device="meta")
     backward = SCRATCH[torch.ops.aten._scaled_dot_product_flash_attention_backward.default]
-    assert backward(query, query) == 2 * 4 * 256 * FLOAT * (64 + 1)  # rows and heads are padded
+    assert backward(query, query, query) == 2 * 4 * 256 * FLOAT * (64 + 1)  # rows and heads are padded
 
 
 @pytest.mark.parametrize(("tokens", "parts"), [(3072, 0), (4096, 409 + 1000)])

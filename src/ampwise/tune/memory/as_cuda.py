@@ -20,26 +20,29 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ampwise.tune.memory.attention import attention_on
 from ampwise.tune.memory.autocast_ops import FP32, FP32_OUTPUT, LOWER, NORMS, PROMOTE
+from ampwise.tune.memory.recurrent import cudnn_kernels
 
 ATEN = torch.ops.aten
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 ONE_AT_A_TIME = threading.RLock()  # the dispatcher is global
-SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-FLASH_HEAD = 256  # the widest head that the flash kernel takes
-ALIGNED_BYTES = 16  # the memory-efficient kernel needs heads that are multiples of this
 Kernel = Callable[..., Any]
 
 
 @contextmanager
-def as_cuda() -> Iterator[None]:
-    """Treat CPU tensors as CUDA's; only for fake tensors, as the kernels do not compute."""
+def as_cuda(capability: tuple[int, int] | None = None) -> Iterator[None]:
+    """Treat CPU tensors as those of a GPU of that compute capability; None: as on Hopper.
+
+    Only for fake tensors, as the kernels do not compute.
+    """
     with ONE_AT_A_TIME, torch.library._scoped_library("aten", "IMPL") as library:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # overriding kernels is intended here
             for name, kernel in _autocast_kernels():
                 library.impl(name, kernel, "AutocastCPU")
-            for name, kernel in COMPOSED.items():
+            composed = COMPOSED | cudnn_kernels() | {"scaled_dot_product_attention": attention_on(capability)}
+            for name, kernel in composed.items():
                 library.impl(name, kernel, "AutogradCPU")
         yield
 
@@ -118,53 +121,6 @@ def _is_cast(leaf: object) -> bool:
 # --- operations that CUDA composes differently ---------------------------------------------------------------------
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Call the kernel that torch picks on a GPU with tensor cores: flash, else memory-efficient, else math."""
-    width, value_width = query.shape[-1], value.shape[-1]
-    grouped = enable_gqa and query.shape[-3] != key.shape[-3]
-    flash = (
-        attn_mask is None
-        and query.dim() == 4
-        and query.dtype in SIXTEEN_BITS
-        and width == value_width <= FLASH_HEAD
-        and torch.backends.cuda.flash_sdp_enabled()
-    )
-    if flash:
-        return ATEN._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
-    efficient = (
-        query.dim() == 4
-        and all(each.shape[-1] * each.element_size() % ALIGNED_BYTES == 0 for each in (query, value))
-        and query.dtype in (*SIXTEEN_BITS, torch.float32)
-        and torch.backends.cuda.mem_efficient_sdp_enabled()
-    )
-    if efficient and not grouped:
-        bias = attn_mask
-        if bias is not None:
-            if bias.dtype == torch.bool:
-                bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
-            bias = bias.expand(*query.shape[:-1], key.shape[-2])
-        trained = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-        return ATEN._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
-            query, key, value, bias, trained, dropout_p, is_causal, scale=scale
-        )[0]
-    options: dict[str, Any] = {"enable_gqa": True} if grouped else {}
-    return ATEN._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, **options
-    )[0]
-
-
 def dropout(input: Tensor, p: float, train: bool) -> Tensor:
     """Save a boolean mask, as CUDA's kernel does; on a CPU it has the input's dtype."""
     if p == 0 or not train or not input.numel():
@@ -207,7 +163,6 @@ def _softmax_like(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 # Operators with another path on CUDA, and that path.
 COMPOSED: dict[str, Callable[..., Any]] = {
-    "scaled_dot_product_attention": attention,
     "dropout": dropout,
     "softmax.int": _softmax_like(ATEN._softmax.default),
     "log_softmax.int": _softmax_like(ATEN._log_softmax.default),
