@@ -5,10 +5,10 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from ampwise.tune.memory.fake_tensors import real_values, without_memory
+from ampwise.tune.memory.fake_tensors import KnownValues, real_values, without_memory
 
 
 def test_code_that_names_a_gpu_gets_fake_tensors():
@@ -60,6 +60,8 @@ def test_numbers_that_a_model_is_made_with_are_real_and_its_weights_are_not():
         assert "Fake" in type(weight).__name__
         assert "Fake" in type(torch.arange(2**21)).__name__  # of which there are many
         assert "Fake" in type(nn.Linear(4, 4).weight).__name__
+        scale = nn.Parameter(torch.tensor(2.6))
+        assert (type(scale.detach()).__name__, scale.requires_grad) == ("FakeTensor", True)
 
 
 def test_a_loader_that_shuffles_may_make_the_batch():
@@ -68,3 +70,32 @@ def test_a_loader_that_shuffles_may_make_the_batch():
         x, y = next(iter(DataLoader(data, batch_size=8, shuffle=True)))
         assert (x.shape, y.shape) == ((8, 8), (8,))
         assert "Fake" in type(x).__name__
+
+
+def test_in_a_step_numbers_that_depend_on_no_weight_have_values():
+    with without_memory():
+        with real_values():
+            layer, mask = nn.Linear(4, 4), torch.ones(2, 8, dtype=torch.long)
+            mask[:, 4:] = 0
+        with KnownValues():
+            assert not mask.all()
+            assert mask[:, :4].sum().item() == 8
+            causal = torch.full((8, 8), float("-inf")).triu(1)
+            assert torch.equal(causal, nn.Transformer.generate_square_subsequent_mask(8))
+            assert torch.rand([]) < 1
+            shifted = mask.new_zeros(mask.shape)
+            shifted[:, 1:] = mask[:, :-1]
+            assert shifted.sum(1).tolist() == [4, 4]
+            for unknown in (layer(torch.randn(2, 4)), torch.zeros(2**12, 2**12), layer.weight * 0):
+                assert "Fake" in type(unknown).__name__
+                with pytest.raises(DataDependentOutputException):
+                    unknown.sum().item()
+            causal[0, 0] = layer.weight[0, 0].detach()  # what is written into from a weight is not known any more
+            with pytest.raises(DataDependentOutputException):
+                causal.sum().item()
+
+
+def test_code_that_asks_whether_it_is_traced_is_told_that_it_is_not():
+    with without_memory():
+        assert not isinstance(torch.zeros(1), torch._subclasses.FakeTensor)
+    assert torch._subclasses.FakeTensor is FakeTensor
