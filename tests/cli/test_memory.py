@@ -103,10 +103,10 @@ def test_a_gpu_that_it_does_not_fit_is_exit_code_1(capsys):
         ([*SIZES, "--fsdp", "8", "--ddp"], "--fsdp and --ddp exclude each other: give one of them."),
         ([*SIZES, "--gpu", "h300"], "unknown device 'h300'."),
         ([*SIZES, "--optimizer", "adamv"], "unknown optimizer 'adamv'."),
-        ([*SIZES, "--precision", "fp8"], "precision 'fp8': its memory cannot be predicted yet."),
+        ([*SIZES, "--precision", "fp8"], "no linear layer of this model can run in FP8"),
         (
             [*SIZES, "--precision", "bf16-pure,kahn"],
-            "unknown precision 'kahn'. Did you mean kahan? --precision takes fp32, tf32, fp16, bf16, bf16-pure, ",
+            "unknown precision 'kahn'. Did you mean kahan? --precision takes fp32, tf32, fp16, bf16, fp8, bf16-pure, ",
         ),
         ([*SIZES, "--precision", "bf16,kahan"], "'kahan' is an option of bf16-pure: bf16-pure,kahan."),
         ([*SIZES, "--heads", "3"], "the hidden size is not divisible by the number of heads."),

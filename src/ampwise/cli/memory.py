@@ -60,12 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--precision",
         metavar="LIST",
-        help="comma-separated: fp32, tf32, fp16, bf16, bf16-pure (default: the first four)",
+        help="comma-separated: fp32, tf32, fp16, bf16, fp8, bf16-pure (default: the first four)",
     )
     add("--optimizer", metavar="NAME", help="such as adamw, sgd or adamw8bit (default: MAKE's, or adamw)")
     add("--checkpointing", action="store_true", help="with activation checkpointing of repeated blocks")
     add("--fsdp", metavar="RANKS", type=count, help="memory of one rank with FSDP over this many ranks")
     add("--ddp", action="store_true", help="include DDP's gradient buckets")
+    add("--compiled", action="store_true", help="also show the range of peaks with torch.compile")
     add("--gpu", metavar="NAME", help="a device of the catalog (default: this machine's, if it has one)")
     add("--no-largest", action="store_true", help="do not look for the largest batch")
     add("--json", action="store_true", help="JSON, as `ampwise schema memory` describes it")
@@ -81,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
 
     precisions = None if args.precision is None else split_precisions(args.precision)
     for name in precisions or ():
-        if name.partition(",")[0] not in (PURE, "fp8") and not name.startswith(EMULATE):
-            check_precision("--precision", name, (*PLAIN, PURE, *OPTIONS))
+        if name.partition(",")[0] != PURE and not name.startswith(EMULATE):
+            check_precision("--precision", name, (*PLAIN, "fp8", PURE, *OPTIONS))
     if args.fsdp is not None and args.ddp:
         raise BadInput("--fsdp and --ddp exclude each other: give one of them.")
     if args.optimizer is not None and args.optimizer not in OPTIMIZERS:
@@ -114,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
             checkpointing=args.checkpointing,
             fsdp=args.fsdp,
             ddp=args.ddp,
+            compiled=args.compiled,
             gpu=args.gpu,
             largest=not args.no_largest,
             progress=progress,

@@ -103,25 +103,37 @@ def test_what_fits_by_how_much_room_there_is(small):
     assert fits == sorted(fits, key=[Fit.NO, Fit.TIGHT, Fit.YES].index)  # more memory is never worse
 
 
-@given(st.integers(2, 64))
-def test_fsdp_divides_what_is_kept(ranks):
+@given(st.integers(2, 64), st.integers(0, 4096))
+def test_fsdp_divides_what_is_kept(ranks, reduced):
     log = AllocationLog(
         sizes=(640, 640, 640, 640, 640),
-        kinds=(PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, CASTS),
-        events=(0, 1, 2, 3, 4),
-        phases=(Phase("forward", 0, 5),),
+        kinds=(PARAMETERS, STATE, ACTIVATIONS, CASTS, GRADIENTS),
+        events=(0, 1, 2, 3, ~3, 4, ~2),
+        phases=(Phase("forward", 2, 4), Phase("backward", 4, 7), Phase("update", 7, 7)),
     )
-    shared = fsdp_share(log, ranks)
-    assert shared.sizes == (*[-(-640 // ranks)] * 3, 640, 0)  # gathered in 16 bits, weights need no cast
+    shared = fsdp_share(log, ranks, reduced)
+    part = -(-640 // ranks)
+    assert shared.sizes == (part, part, 640, 0, part, reduced)  # gathered in 16 bits, weights need no cast
+    # From the first gradient to the end of the backward pass, gradients are reduced.
+    assert shared.events == (0, 1, 2, 3, ~3, 5, 4, ~2, ~5)
+    assert [(phase.start, phase.end) for phase in shared.phases] == [(2, 4), (4, 9), (9, 9)]
 
 
 def test_fsdp_gathers_blocks_and_one_rank_nothing(small, case_of):
     facts = small.run(BF16, 4)[1]
-    nbytes = 2 * (facts.outside + 3 * facts.block)
-    assert small.step(BF16, 4, fsdp=8).extra == small.step(BF16, 4).extra | {GATHERED: nbytes, REDUCED: nbytes}
+    shared = small.step(BF16, 4, fsdp=8)
+    assert shared.extra == small.step(BF16, 4).extra | {GATHERED: 2 * (facts.outside + facts.block)}
+    assert shared.log.most()[REDUCED] == pytest.approx(2 * 3 * facts.block, abs=512)
     assert small.step(BF16, 4, fsdp=1) == small.step(BF16, 4)
     with pytest.raises(BadInput, match="--fsdp 0: expected at least 1 rank"):
         case_of(fsdp=0)
+
+
+def test_fsdp_shards_in_fp32_and_computes_in_16_bits(small):
+    plain, wide, narrow = small.step(BF16, 4).usage, *(small.step(each, 4, fsdp=2).usage for each in (FP32, BF16))
+    for kind in (PARAMETERS, GRADIENTS, STATE):
+        assert narrow.most[kind] == pytest.approx(wide.most[kind], rel=0.01)
+    assert narrow.most[ACTIVATIONS] < 1.01 * plain.most[ACTIVATIONS] < wide.most[ACTIVATIONS]
 
 
 def test_more_ranks_need_less(small):
@@ -130,9 +142,9 @@ def test_more_ranks_need_less(small):
 
 
 def test_weights_are_gathered_in_what_is_computed_in(small):
-    wide, narrow = (small.step(precision, 4, fsdp=8).extra for precision in (FP32, BF16))
+    wide, narrow = (small.step(precision, 4, fsdp=8).usage.most for precision in (FP32, BF16))
     assert wide[GATHERED] == 2 * narrow[GATHERED] > 0
-    assert wide[REDUCED] == 2 * narrow[REDUCED] > 0
+    assert wide[REDUCED] == pytest.approx(2 * narrow[REDUCED], abs=512)
 
 
 def test_ddp_has_all_gradients_once_more(small, case_of):

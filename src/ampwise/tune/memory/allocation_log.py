@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -17,6 +19,7 @@ GATHERED = "gathered weights"  # with FSDP
 REDUCED = "gradient reduction"  # with FSDP
 BUCKETS = "DDP buckets"
 TEMPORARY = "temporary"
+CUDNN = "cuDNN workspaces"  # for convolutions: what cuDNN usually takes, if it is free to
 WORKSPACES = "workspaces"  # cuBLAS's, which stay allocated
 ROUNDING = "rounding"  # bytes that tensors get beyond what they request
 PER_PARAMETER = (PARAMETERS, GRADIENTS, STATE, COMPENSATION)  # kinds that do not depend on the batch
@@ -56,6 +59,7 @@ class AllocationLog:
     kinds: tuple[str, ...]
     events: tuple[int, ...]  # n: block n is allocated; ~n: it is freed
     phases: tuple[Phase, ...]
+    matmuls: bool = True  # whether there were any, for which cuBLAS has workspaces
 
     def phase(self, name: str) -> Phase:
         """The phase with this name."""
@@ -102,6 +106,15 @@ class AllocationLog:
             now[kind] = now.get(kind, 0) + self._change(event)
             most[kind] = max(most.get(kind, 0), now[kind])
         return most
+
+    def without(self, kind: str) -> AllocationLog:
+        """Return the log with empty blocks of that kind."""
+        return self.scaled({kind: 0})
+
+    def scaled(self, factors: Mapping[str, float]) -> AllocationLog:
+        """Return the log with blocks of these kinds so many times as large, rounded up."""
+        sizes = (math.ceil(size * factors.get(kind, 1)) for kind, size in zip(self.kinds, self.sizes, strict=True))
+        return replace(self, sizes=tuple(sizes))
 
     def in_training(self, steps: int = 3) -> AllocationLog:
         """Repeat the step, as the allocator's cached blocks depend on the steps before.

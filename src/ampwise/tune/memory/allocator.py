@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ampwise.tune.memory.allocation_log import ROUNDING, SMALLEST, AllocationLog, rounded
+from ampwise.tune.memory.allocation_log import CUDNN, ROUNDING, SMALLEST, AllocationLog, rounded
 
 MIB = 2**20
 SMALL = MIB  # requests up to this come from small segments
@@ -162,6 +162,7 @@ class MemoryUsage:
     """Bytes of a step."""
 
     peak: int  # torch.cuda.max_memory_allocated()
+    least: int  # the same, if cuDNN takes no workspaces for convolutions
     reserved: int  # torch.cuda.max_memory_reserved()
     phase: str  # in which the peak occurs
     split: Mapping[str, int] = field(hash=False)  # of the peak, by kind
@@ -191,8 +192,12 @@ class RankStep:
         moment = max(range(within.start, within.end + 1), key=lambda index: after[index].allocated)
         split = again.split(moment) | dict(self.extra)
         split[ROUNDING] = phases[name] - sum(split.values())
+        least = phases[name]
+        if CUDNN in self.log.kinds:
+            least = always + max(level.allocated for level in levels(again.without(CUDNN))[again.phases[0].start :])
         return MemoryUsage(
             peak=phases[name],
+            least=least,
             reserved=always + max(level.reserved for level in after),
             phase=name,
             split=split,

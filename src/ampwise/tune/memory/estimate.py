@@ -24,21 +24,22 @@ from ampwise.tune.memory.device_memory import (
 from ampwise.tune.memory.optimizers import MODELLED, checked_optimizer
 from ampwise.tune.memory.result import Estimate, MemoryEstimate
 from ampwise.tune.memory.setup import Progress, SetupFacts, TrainingSetup
+from ampwise.tune.memory.tracker import FP8
 from ampwise.tune.train_case import CaseFactory, make_factory
 
 CUDNN = (
-    "cuDNN chooses a workspace for convolutions at run time, which these numbers leave out: for ResNet-50 on an H200 "
-    "it was below 1 % of the peak in TF32, FP16 and BF16, and up to 5 % in FP32."
+    "cuDNN chooses its workspaces for convolutions at run time: counted is what it usually took on an H200; in FP32 it "
+    "may take none, or more."
 )
 RECURRENT = (
-    "Recurrent layers run in cuDNN on a GPU, which keeps its own buffers: here they are counted as on the CPU, which "
-    "may differ a lot."
+    "Recurrent layers are counted as cuDNN runs them on an H200: what they keep is exact, their workspaces are "
+    "approximate."
 )
-NOT_COUNTED = {
-    "fp8": "Use bf16: weights, gradients and optimizer state are the same, and the peak of FP8 was 8 to 22 % below "
-    "BF16's in two GPTs on an H200.",
-    EMULATE: "Use fp32, which it computes in; rounded copies add to that.",
-}
+COMPILED = (
+    "compiled: torch.compile decides anew what to save, and what that is cannot be known before. Of what a step adds "
+    "to weights and state, seven models needed 49 to 100 % on an H200."
+)
+NOT_COUNTED = "its memory cannot be predicted yet. Use fp32, which it computes in; rounded copies add to that."
 FSDP = (
     "FSDP is derived, assuming FSDP2 with a group for each repeated block, weights gathered in the compute dtype, and "
     "the next block prefetched while one computes."
@@ -55,6 +56,7 @@ def memory(
     checkpointing: bool = False,
     fsdp: int | None = None,
     ddp: bool = False,
+    compiled: bool = False,
     gpu: str | None = None,
     largest: bool = True,
     progress: Progress | None = None,
@@ -72,6 +74,7 @@ def memory(
         checkpointing: recompute the repeated blocks of the model in the backward pass.
         fsdp: number of ranks that share the state.
         ddp: add DDP's buckets.
+        compiled: also show between which peaks the model would be with ``torch.compile``.
         gpu: a device of the catalog, by default this machine's: the result says whether the step fits, and on how many
             ranks it would.
         largest: also find the largest batch that fits.
@@ -105,6 +108,7 @@ def memory(
         fsdp=fsdp,
         ddp=ddp,
         workspaces=cublas_workspaces(device.capability if device else None),
+        capability=device.capability if device else None,
         progress=progress,
     )
     estimates = tuple(_estimate(setup, precision, size, device) for size in batches for precision in chosen)
@@ -126,10 +130,11 @@ def memory(
         checkpointing=checkpointing,
         fsdp=fsdp,
         ddp=ddp,
+        compiled=compiled,
         gpu=device,
         estimates=estimates,
         largest_batch=largest_batch,
-        notes=tuple(_notes(shape, params, fsdp, facts, chosen, device)),
+        notes=(*_notes(shape, params, fsdp, facts, chosen, device), *([COMPILED] if compiled else [])),
     )
 
 
@@ -151,22 +156,22 @@ def _model_source(
 
 
 def _precision(name: str) -> TrainPrecision:
-    if name in PRECISIONS:
-        return PRECISIONS[name]
+    if name in (*PRECISIONS, FP8):
+        return precision_named(name)
     if name.startswith((PURE, EMULATE)):
         found = precision_named(name)  # raises if the options are wrong
         if found.pure is not None:
             return found
-    instead = NOT_COUNTED.get(EMULATE if name.startswith(EMULATE) else name)
-    if instead is not None:
-        raise BadInput(f"precision {name!r}: its memory cannot be predicted yet. {instead}")
+    if name.startswith(EMULATE):
+        raise BadInput(f"precision {name!r}: {NOT_COUNTED}")
     if name in OPTIONS:
         raise BadInput(f"{name!r} is an option of {PURE}: {PURE},{name}.")
     *others, last = OPTIONS
     listing = (
-        f"The precisions are {', '.join((*PRECISIONS, PURE))}; after {PURE} and a comma, {', '.join(others)} or {last}."
+        f"The precisions are {', '.join((*PRECISIONS, FP8, PURE))}; after {PURE} and a comma, "
+        f"{', '.join(others)} or {last}."
     )
-    raise UnknownName("precision", name, (*PRECISIONS, PURE, *OPTIONS), listing=listing)
+    raise UnknownName("precision", name, (*PRECISIONS, FP8, PURE, *OPTIONS), listing=listing)
 
 
 def _estimate(

@@ -43,6 +43,13 @@ class CodedMoments(StateOnlyOptimizer):
 
         super().__init__(parameters, moments)
 
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:  # both moments in FP32, from which they are quantized again
+                    _ = [torch.empty_like(parameter, dtype=torch.float32) for _ in range(2)]
+
 
 def _state_beside_muon(parameter: Parameter) -> dict[str, Tensor]:
     """Return what Muon keeps of a matrix, and AdamW of the parameters that it does not take."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -30,6 +31,8 @@ from ampwise.tune.memory.allocation_log import (
     BUCKETS,
     CASTS,
     GATHERED,
+    GRADIENTS,
+    PARAMETERS,
     PER_PARAMETER,
     REDUCED,
     WORKSPACES,
@@ -37,9 +40,9 @@ from ampwise.tune.memory.allocation_log import (
 )
 from ampwise.tune.memory.allocator import Fit, RankStep
 from ampwise.tune.memory.as_cuda import as_cuda
-from ampwise.tune.memory.fake_tensors import real_values, without_memory
+from ampwise.tune.memory.fake_tensors import KnownValues, real_values, without_memory
 from ampwise.tune.memory.optimizers import make_optimizer
-from ampwise.tune.memory.tracker import track
+from ampwise.tune.memory.tracker import BACKWARD, FP8, track
 from ampwise.tune.train_case import CaseFactory
 
 READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -48,11 +51,9 @@ FP32_BYTES = 4
 MOST_RANKS = 1024
 MOST_ROWS = 2**30
 MOST_ROWS_RUN = 2**12  # if each size has to be simulated
-# Blocks that FSDP holds in full at the same time: the one that computes, and for the next one both the receive buffer
-# and the weights it is copied to.
-GATHERED_BLOCKS = 3
-# Gradients of the block that computes, and for the one before it the gradients being reduced and their packed copy.
-REDUCED_BLOCKS = 3
+# Blocks that FSDP holds in full, as measured: one that computes, and from the first gradient to the last three more,
+# whose gradients are computed, copied and reduced.
+GATHERED_BLOCKS, REDUCED_BLOCKS = 1, 3
 Progress = Callable[[str], object]
 
 
@@ -83,27 +84,34 @@ class TrainingSetup:
         fsdp: int | None = None,
         ddp: bool = False,
         workspaces: int = 0,
+        capability: tuple[int, int] | None = None,
         progress: Progress | None = None,
     ) -> None:
         if fsdp is not None and fsdp < 1:
             raise BadInput(f"--fsdp {fsdp}: expected at least 1 rank.")
         self._factory, self._optimizer, self._checkpointing = factory, optimizer, checkpointing
         self._fsdp, self._ddp, self._workspaces = fsdp, ddp, workspaces
+        self._capability = capability  # of the GPU; None: as on Hopper
         self._progress = progress or (lambda doing: None)
         self._runs: dict[tuple[object, int | None], tuple[AllocationLog, SetupFacts]] = {}
 
-    def run(self, precision: TrainPrecision, batch: int | None) -> tuple[AllocationLog, SetupFacts]:
-        """Return the log of a step on a single rank, and facts about the model."""
-        form = (precision.dtype, precision.pure)  # TF32 is FP32 in memory
+    def run(
+        self, precision: TrainPrecision, batch: int | None, *, gathered: torch.dtype | None = None
+    ) -> tuple[AllocationLog, SetupFacts]:
+        """Return the log of a step on a single rank, with weights ``gathered`` in a dtype, and the model's facts."""
+        form = (precision.dtype, precision.pure, gathered, precision.name == FP8, bool(precision.tf32))
         if (form, batch) not in self._runs:
             self._progress(f"{precision.name}{'' if batch is None else f', batch {batch}'}")
-            found = self._tracked(precision, batch)
+            found = self._tracked(precision, batch, gathered)
             self._runs[form, batch] = self._runs[form, found[1].rows] = found
+            if not found[1].convolutions:  # TF32 is FP32 in memory, but for cuDNN's workspaces
+                other = (*form[:-1], not form[-1])
+                self._runs[other, batch] = self._runs[other, found[1].rows] = found
         return self._runs[form, batch]
 
     def step(self, precision: TrainPrecision, batch: int | None, *, fsdp: int | None = None) -> RankStep:
         """Return a step of one rank; ``fsdp``, a number of ranks, overrides the setup's."""
-        return self._on_rank(self.run(precision, batch)[0], precision, fsdp or self._fsdp)
+        return self._on_rank(self._log(precision, batch, fsdp or self._fsdp), precision, fsdp or self._fsdp)
 
     def fewest_ranks(self, precision: TrainPrecision, batch: int | None, available: int) -> int | None:
         """Return the fewest FSDP ranks, a power of two, on which a step fits the available bytes; None if none does."""
@@ -128,7 +136,7 @@ class TrainingSetup:
             return 0  # nor does any larger batch
         # With a single row, dimensions of one change which operations copy: two and three rows are more typical.
         sizes = (rows, 2 * rows) if rows > 1 else (2, 3)
-        first, second = (self.run(precision, size)[0] for size in sizes)
+        first, second = (self._log(precision, size, self._fsdp) for size in sizes)
         log_at = extrapolate(first, second, batches=sizes)
         if log_at is None:
             return largest_fitting(fits, MOST_ROWS_RUN, rows)
@@ -142,28 +150,37 @@ class TrainingSetup:
         found = next((size for size in below if step_at(size).fit(available) is not Fit.NO), 0)
         return found if found == 0 or fits(found) else largest_fitting(fits, found - 1, found - 1)
 
+    def _log(self, precision: TrainPrecision, batch: int | None, ranks: int | None) -> AllocationLog:
+        """Return the log of a step, of which a rank has a part."""
+        if ranks in (None, 1) or precision.dtype is None or precision.pure is not None or precision.name == FP8:
+            return self.run(precision, batch)[0]
+        # FSDP2 hands 16-bit weights to the model. What it shards stays FP32.
+        log = self.run(precision, batch, gathered=precision.dtype)[0]
+        return log.scaled(dict.fromkeys((PARAMETERS, GRADIENTS), FP32_BYTES / precision.dtype.itemsize))
+
     def _on_rank(self, log: AllocationLog, precision: TrainPrecision, ranks: int | None) -> RankStep:
         """Return one rank's part of a single-rank step."""
         facts = next(facts for _, facts in self._runs.values())
-        extra = {WORKSPACES: self._workspaces}
+        extra = {WORKSPACES: self._workspaces if log.matmuls else 0}
         if self._ddp:  # copies of all gradients; with ``gradient_as_bucket_view=True`` there are none
             extra[BUCKETS] = facts.gradient_bytes
         if ranks is None or ranks == 1:
             return RankStep(log=log, extra=extra)
         element_bytes = FP32_BYTES if precision.dtype is None else precision.dtype.itemsize
         extra[GATHERED] = element_bytes * (facts.outside + GATHERED_BLOCKS * facts.block)
-        extra[REDUCED] = element_bytes * (facts.outside + REDUCED_BLOCKS * facts.block)
-        return RankStep(log=fsdp_share(log, ranks), extra=extra)
+        return RankStep(log=fsdp_share(log, ranks, element_bytes * REDUCED_BLOCKS * facts.block), extra=extra)
 
-    def _tracked(self, precision: TrainPrecision, batch: int | None) -> tuple[AllocationLog, SetupFacts]:
+    def _tracked(
+        self, precision: TrainPrecision, batch: int | None, gathered: torch.dtype | None
+    ) -> tuple[AllocationLog, SetupFacts]:
         name = self._factory.name
-        with without_memory(), as_cuda(), _errors_in_one_line(name):
+        with without_memory(), as_cuda(self._capability), _errors_in_one_line(name):
             with real_values():
                 case = self._factory.make("cpu", batch)
             own = case.optimizer if self._optimizer is None else None
             optimizer = make_optimizer(self._optimizer or DEFAULT_OPTIMIZER, case.parameters) if own is None else own
-            with checkpointed(case.model, name) if self._checkpointing else nullcontext():
-                log = track(case, precision, optimizer)
+            with KnownValues(), checkpointed(case.model, name) if self._checkpointing else nullcontext():
+                log = track(case, precision, optimizer, gathered)
             model = case.model
             blocks = repeated_blocks(model)
             inside = {parameter for block in blocks for parameter in block.parameters()}
@@ -217,13 +234,23 @@ def largest_fitting(fits: Callable[[int], bool], most: int, start: int = 1) -> i
     return low
 
 
-def fsdp_share(log: AllocationLog, ranks: int) -> AllocationLog:
-    """Return one rank's log, without gathered weights. These arrive in 16 bits: no casts, and no cache."""
-    sizes = (
-        -(-size // ranks) if kind in PER_PARAMETER else 0 if kind == CASTS else size
-        for kind, size in zip(log.kinds, log.sizes, strict=True)
-    )
-    return replace(log, sizes=tuple(sizes))
+def fsdp_share(log: AllocationLog, ranks: int, reduced: int) -> AllocationLog:
+    """Return one rank's log, with the bytes for reduced gradients, and without gathered weights.
+
+    These arrive in 16 bits: no casts, and no cache.
+    """
+    log = log.scaled({CASTS: 0, **dict.fromkeys(PER_PARAMETER, 1 / ranks)})
+    backward = log.phase(BACKWARD)
+    within = range(backward.start, backward.end)
+    start = next((at for at in within if log.events[at] >= 0 and log.kinds[log.events[at]] == GRADIENTS), backward.end)
+    block = len(log.sizes)
+    events = (*log.events[:start], block, *log.events[start : backward.end], ~block, *log.events[backward.end :])
+
+    def shifted(at: int) -> int:
+        return at + 2 if at >= backward.end else at
+
+    phases = tuple(replace(each, start=shifted(each.start), end=shifted(each.end)) for each in log.phases)
+    return replace(log, sizes=(*log.sizes, reduced), kinds=(*log.kinds, REDUCED), events=events, phases=phases)
 
 
 # --- repeated blocks, the units of activation checkpointing and of FSDP ---------------------------------------------

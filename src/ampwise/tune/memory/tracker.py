@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ampwise.trace.replay import gc_disabled
+from ampwise.train.fp8_plugin import Fp8Plugin
 from ampwise.train.low_bit.optimizers import has_stochastic_rounding
 from ampwise.train.low_bit.pure_bf16 import PURE
 from ampwise.train.precision.contexts import PrecisionContexts
@@ -33,6 +34,7 @@ from ampwise.tune.memory.allocation_log import (
     ACTIVATIONS,
     CASTS,
     COMPENSATION,
+    CUDNN,
     GRADIENTS,
     INPUTS,
     PARAMETERS,
@@ -41,30 +43,42 @@ from ampwise.tune.memory.allocation_log import (
     AllocationLog,
     Phase,
 )
+from ampwise.tune.memory.convolution_buffers import CONVOLUTIONS, convolution_buffers
 from ampwise.tune.memory.kernel_buffers import SCRATCH
 from ampwise.tune.train_case import TrainCase
 
 FORWARD, BACKWARD, CLIP, UPDATE = "forward", "backward", "clip", "update"
+FP8 = "fp8"
 STEPS = 2.0  # the value an optimizer reads as its step count
 TO_COPY = torch.ops.aten._to_copy.default
 ITEM = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
+MATMULS = frozenset(
+    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::mv", "aten::_scaled_mm"}
+)
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
-def track(case: TrainCase, precision: TrainPrecision, optimizer: Optimizer) -> AllocationLog:
-    """Return the memory log of a step during training, when the optimizer has its state."""
+def track(
+    case: TrainCase, precision: TrainPrecision, optimizer: Optimizer, gathered: torch.dtype | None = None
+) -> AllocationLog:
+    """Return the memory log of a step during training, when the optimizer has its state.
+
+    gathered: the dtype of weights in the step, where it differs from that of the optimizer's.
+    """
     plugin = PrecisionPlugin()
     if precision.pure is not None:  # convert weights to BF16
         # torchao's optimizers, modelled here, treat each parameter by itself.
         pure = replace(precision.pure, elementwise=precision.pure.elementwise or has_stochastic_rounding(optimizer))
         plugin = PureBf16Plugin([case.model], Policy(PURE), [optimizer], pure)
-        plugin.install()
+    elif precision.name == FP8:
+        plugin = Fp8Plugin([case.model], Policy(FP8), None, torch.device("cpu"))
+    plugin.install()
     for group in optimizer.param_groups:  # use foreach updates, CUDA's default, which take more memory than one by one
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
     trained = case.parameters
-    tracker = AllocationTracker(SCRATCH)
+    tracker = AllocationTracker(SCRATCH | convolution_buffers(tf32=bool(precision.tf32)))
     # Garbage collection at random times would change the log; in training, garbage is held until it is collected, too.
     with tracker, gc_disabled():
         tracker.adopt(PARAMETERS, case.model.parameters())
@@ -77,6 +91,9 @@ def track(case: TrainCase, precision: TrainPrecision, optimizer: Optimizer) -> A
         tracker.adopt(COMPENSATION, plugin.rests if isinstance(plugin, PureBf16Plugin) else ())
         state = tree_leaves(list(optimizer.state.values()))
         tracker.adopt(STATE, (leaf for leaf in state if isinstance(leaf, Tensor)))
+        for parameter in case.model.parameters() if gathered is not None else ():
+            parameter.data = torch.empty_like(parameter, dtype=gathered)
+            tracker.adopt(PARAMETERS, [parameter])
         with tracker.phase(FORWARD), PrecisionContexts(precision, "cpu").forward():
             loss = case.loss()
         with tracker.phase(BACKWARD):
@@ -110,6 +127,7 @@ class AllocationTracker(TorchDispatchMode):
         self._blocks: dict[int, int] = {}  # by the address of the storage
         self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._stand_in: float | None = None
+        self._matmuls = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):
@@ -117,6 +135,7 @@ class AllocationTracker(TorchDispatchMode):
         if func is ITEM and self._stand_in is not None:
             return self._stand_in
         made = func(*args, **(kwargs or {}))
+        self._matmuls = self._matmuls or func._schema.name in MATMULS
         kind = None
         if func is TO_COPY and made.dtype in SIXTEEN_BITS:
             source = self._blocks.get(args[0].untyped_storage()._cdata)
@@ -126,7 +145,8 @@ class AllocationTracker(TorchDispatchMode):
                 self._track(tensor, kind)
         if func in self._scratch:
             # Also for 0 bytes, so that steps of other sizes, where it is not 0, have the same events.
-            self._allocated(self._scratch[func](*args, **(kwargs or {})), TEMPORARY)
+            kind = CUDNN if func in CONVOLUTIONS else TEMPORARY
+            self._allocated(self._scratch[func](*args, **(kwargs or {})), kind)
             self._events.append(~self._events[-1])
         return made
 
@@ -161,6 +181,7 @@ class AllocationTracker(TorchDispatchMode):
             kinds=(),
             events=tuple(_in_order(self._events, {phase.end for phase in self._phases})),
             phases=tuple(self._phases),
+            matmuls=self._matmuls,
         )
         kinds = [kind or TEMPORARY for kind in self._kinds]
         for phase in self._phases:
