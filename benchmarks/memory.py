@@ -13,21 +13,30 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Module
 from torch.nn.utils import clip_grad_norm_
 
+from ampwise.train.fp8_plugin import Fp8Plugin
+from ampwise.train.low_bit.optimizers import make_optimizer
+from ampwise.train.low_bit.pure_bf16 import PURE
 from ampwise.train.precision.contexts import PrecisionContexts
-from ampwise.train.precision.precision import PRECISIONS
+from ampwise.train.precision.policy import Policy
+from ampwise.train.precision.precision import PRECISIONS, TrainPrecision, precision_named
+from ampwise.train.precision_plugin import PrecisionPlugin
+from ampwise.train.pure_bf16_plugin import PureBf16Plugin
 from ampwise.tune.memory.allocation_log import AllocationLog, rounded
 from ampwise.tune.memory.allocator import MemoryUsage
 from ampwise.tune.memory.device_memory import cublas_workspaces
 from ampwise.tune.memory.estimate import memory
-from ampwise.tune.memory.setup import TrainingSetup
-from ampwise.tune.memory.tracker import BACKWARD, CLIP, FORWARD, UPDATE
-from ampwise.tune.train_case import CaseFactory, make_factory, make_optimizer
+from ampwise.tune.memory.setup import TrainingSetup, checkpointed, repeated_blocks
+from ampwise.tune.memory.tracker import BACKWARD, CLIP, FORWARD, FP8, UPDATE
+from ampwise.tune.train_case import CaseFactory, make_factory
 from benchmarks import subjects
 from benchmarks.harness import Result, note
 
@@ -52,16 +61,38 @@ def predicted(maker: CaseFactory, batch: int, precision: str) -> tuple[MemoryUsa
 class Measured:
     """A training step on the GPU by torch's own means, whose phases can be told apart."""
 
-    def __init__(self, maker: CaseFactory, batch: int, precision: str) -> None:
+    def __init__(
+        self,
+        maker: CaseFactory,
+        batch: int,
+        precision: str,
+        *,
+        optimizer: str = "adamw",
+        checkpointing: bool = False,
+        compiled: bool = False,
+        fsdp: int = 1,
+    ) -> None:
         self.subject = maker.make("cuda", batch)
-        self.precision = PRECISIONS[precision]
-        self.optimizer = make_optimizer("adamw", self.subject.parameters, fused=True)
+        self.precision = precision_named(precision)
+        model = self.subject.model
+        if fsdp > 1:
+            _shard(model, fsdp, self.precision)
+        self.optimizer = make_optimizer(optimizer, self.subject.parameters)
+        self.plugin = PrecisionPlugin()
+        if self.precision.pure is not None:
+            self.plugin = PureBf16Plugin([model], Policy(PURE), [self.optimizer], self.precision.pure)
+        elif precision == FP8:
+            self.plugin = Fp8Plugin([model], Policy(FP8), None, torch.device("cuda"))
+        self.plugin.install()
+        self.around = partial(checkpointed, model, maker.name) if checkpointing else nullcontext
+        if compiled:
+            model.compile()
         self.arithmetic = PrecisionContexts(self.precision, "cuda")
         self.scaler = torch.amp.GradScaler("cuda", enabled=self.precision.scaled)
         self.phases: dict[str, dict[str, int]] = {}
 
     def step(self) -> None:
-        with self.arithmetic.pass_context():
+        with self.arithmetic.pass_context(), self.around():
             with self.arithmetic.forward():
                 loss = self.subject.loss()
             self._ends(FORWARD)
@@ -70,7 +101,8 @@ class Measured:
         self.scaler.unscale_(self.optimizer)
         clip_grad_norm_(self.subject.parameters, 1.0)
         self._ends(CLIP)
-        self.scaler.step(self.optimizer)
+        with self.plugin.step_context(self.optimizer):
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         self._ends(UPDATE)
         self.optimizer.zero_grad(set_to_none=True)
@@ -112,6 +144,23 @@ class Measured:
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
         return _at_peak(alive, events)
+
+
+def _shard(model: Module, ranks: int, precision: TrainPrecision) -> None:
+    """Shard a model with FSDP2 over ranks of which only this one exists: nothing is communicated, memory is real."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    options: Any = {
+        "mesh": init_device_mesh("cuda", (ranks,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=precision.dtype),
+    }
+    for block in repeated_blocks(model):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
 
 
 def _outside() -> int:
