@@ -103,17 +103,22 @@ def note_normalised_twice(loss: Tensor, facts: Learning, step: int) -> None:
 
 
 def _only_call_of(name: str) -> CallSite | None:
-    """Return the only line of the script's own code that calls a function, or else makes a module, of this name."""
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    calls = [
-        (call_name(node), CallSite(file=file, line=node.lineno))
-        for file in files
-        if file.endswith(".py") and code_owner(file) == "own"
-        for node in ast.walk(tree_of(file) or ast.Module(body=[], type_ignores=[]))
-        if isinstance(node, ast.Call) and call_name(node).lower() == name
-    ]
-    found = [site for called, site in calls if called == name] or [site for _, site in calls]
-    return found[0] if len(found) == 1 else None
+    """Return the only line that calls a function, or else makes a module, of this name: in the file of the loss, or
+    else in all of the script's own code."""
+    here = calling_site().file or ""
+    others = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())} - {here}
+    own = [file for file in others if file.endswith(".py") and code_owner(file) == "own"]
+    for files in ([here], own):
+        calls = [
+            (call_name(node), CallSite(file=file, line=node.lineno))
+            for file in files
+            for node in ast.walk(tree_of(file) or ast.Module(body=[], type_ignores=[]))
+            if isinstance(node, ast.Call) and call_name(node).lower() == name
+        ]
+        found = [site for called, site in calls if called == name] or [site for _, site in calls]
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
 
 
 def _shape(node: Any, number: int) -> tuple[int, ...] | None:
