@@ -82,8 +82,12 @@ bench: $(STAMP) ## run one benchmark: make bench NAME=census
 	@test -f benchmarks/$(NAME).py -o -f benchmarks/$(NAME)/__main__.py || { echo "make: no benchmark '$(NAME)'; there are: $$(cd benchmarks && { grep -l __main__ *.py | sed 's/\.py//'; ls */__main__.py | xargs -n1 dirname; } | xargs)" >&2; exit 1; }
 	@$(BIN)/python -m benchmarks.$(NAME)
 
-gpu-test: ## the tests that need CUDA, in the Python you have (torch, triton, pytest, hypothesis; no .venv)
-	@AMPWISE_NIGHTLY=1 PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider tests $(ARGS)
+gpu-test: ## the tests that need CUDA, in the Python you have (torch, triton, pytest, hypothesis; no .venv), in parallel with pytest-xdist
+	@started=; nvidia-cuda-mps-control -d 2>/dev/null && started=yes; \
+	AMPWISE_NIGHTLY=1 OMP_NUM_THREADS=1 PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -m gpu -p no:cacheprovider -p no:benchmark \
+	  $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses auto --maxprocesses 12 --dist worksteal) \
+	  $(shell grep -rlE 'mark\.gpu' tests --include='test_*.py') $(ARGS); code=$$?; \
+	test -z "$$started" || echo quit | nvidia-cuda-mps-control; exit $$code
 
 gpu-bench: ## the benchmarks on a GPU, in the Python you have
 	@PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.$(NAME)

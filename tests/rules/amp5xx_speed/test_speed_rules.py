@@ -197,7 +197,7 @@ def test_a_cpu_without_instructions_for_bf16_is_named():
     assert only(no_bf16_instructions, slow).message == (
         "a CPU has no instructions for BF16 (AMX, AVX512-BF16 or ARM's BF16); bf16 is 0.04× as fast as fp32"
     )
-    given_up = PrecisionRow(precision="bf16", problem="given up after one pass", slower=351.0)
+    given_up = PrecisionRow(precision="bf16", problem="given up after two passes", slower=351.0)
     hopeless = speeds(given_up, device="cpu", device_name="a CPU", bf16_instructions=False)
     assert only(no_bf16_instructions, hopeless).message.endswith("bf16 takes 351 times as long as fp32")
     off = LossCheck(loss=3.0, reference=2.0, tolerance=0.1)

@@ -65,7 +65,9 @@ def test_the_kernel_is_the_reference_bit_for_bit(shape, wide, dtype, kind, curre
         finite = exact.isfinite()
         assert ((found.sums.double() - exact).abs() <= bound)[finite].all()
         assert torch.equal(codes(found.rows), codes(expected[0]))
-        assert torch.equal(codes(found.columns), codes(expected[1]))
+        # Scaled by NaN, the kernel's padding is NaN, too, as is everything else.
+        within = slice(shape[0]) if current and kind == "odd" else slice(None)
+        assert torch.equal(codes(found.columns)[..., within], codes(expected[1])[..., within])
         assert torch.equal(found.inverse.nan_to_num(-1.0), expected[2].nan_to_num(-1.0))
         seen = [each.nan_to_num(-1.0, -2.0) for each in (found.seen, expected[3])]
         if kind == "odd" and not current:  # a magnitude of inf or NaN: either says so

@@ -109,29 +109,42 @@ def test_fp32_out_of_memory_leaves_nothing_to_compare_with():
     assert result.verdict == "nothing to compare with: fp32 out of memory; the fastest alternative is bf16"
 
 
-def test_one_that_is_hopelessly_slow_is_given_up():
-    class Slow(Clock):
-        def __call__(self, work, times):
-            super().__call__(work, times)
-            return 50.0 if seen and seen[-1] else 0.1
+class Slow(Clock):
+    """Says that the first passes under autocast took 500 times as long."""
 
-    seen = []
+    def __init__(self, slow_passes):
+        super().__init__(other=0.1)
+        self.slow_passes, self.seen = slow_passes, []
 
-    def make():
+    def __call__(self, work, times):
+        said = super().__call__(work, times)
+        return 500 * said if self.seen[-1] and sum(self.seen) <= self.slow_passes else said
+
+    def make(self):
         model, batch, loss_fn = mlp()
 
         def loss(x, y):
-            seen.append(torch.is_autocast_enabled("cpu"))
+            self.seen.append(torch.is_autocast_enabled("cpu"))
             return loss_fn(x, y)
 
         return model, batch, loss
 
-    result = compared(make, ["bf16"], clock=Slow())
+
+def test_one_that_is_hopelessly_slow_is_given_up():
+    clock = Slow(slow_passes=2)
+    result = compared(clock.make, ["bf16"], clock=clock)
     row = result.rows[1]
-    assert (row.problem, row.step_s) == ("given up after one pass", None)
+    assert (row.problem, row.step_s) == ("given up after two passes", None)
     assert row.slower == pytest.approx(500)
-    assert sum(seen) == 1, "one pass has said it all"
-    assert "bf16: takes 500 times as long as fp32: given up after one pass" in str(result)
+    assert sum(clock.seen) == 2, "two passes have said it all"
+    assert "bf16: takes 500 times as long as fp32: given up after two passes" in str(result)
+
+
+def test_one_that_is_slow_only_in_its_first_pass_is_measured():
+    clock = Slow(slow_passes=1)
+    row = compared(clock.make, ["bf16"], clock=clock).rows[1]
+    assert (row.problem, row.slower) == (None, None)
+    assert row.step_s is not None
 
 
 def test_compiled_rows_come_beside_eager_ones(monkeypatch):

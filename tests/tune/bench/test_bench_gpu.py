@@ -37,7 +37,8 @@ def result():
 
 def test_every_row_is_measured_and_computes_the_same(result):
     rows = [row for row in result.rows if row.problem is None]
-    assert {row.label for row in rows} >= {"fp32", "fp16", "fp32 compiled", "fp16 compiled"}
+    problems = [(row.label, row.problem) for row in result.rows]
+    assert {row.label for row in rows} >= {"fp32", "fp16", "fp32 compiled", "fp16 compiled"}, problems
     for row in rows:
         assert row.loss.same, row.label
         assert row.step_s.median > 0

@@ -119,9 +119,9 @@ def _parts(made):
 
 
 def test_one_given_up_says_how_slow_it_was():
-    slow = PrecisionRow(precision="bf16", problem="given up after one pass", slower=351.2)
+    slow = PrecisionRow(precision="bf16", problem="given up after two passes", slower=351.2)
     assert speed_headline(speeds(slow)) == (
-        "stay with fp32: bf16: takes 351 times as long as fp32: given up after one pass"
+        "stay with fp32: bf16: takes 351 times as long as fp32: given up after two passes"
     )
 
 
