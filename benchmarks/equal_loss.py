@@ -136,7 +136,7 @@ def tables(found: EqualLoss) -> list[Result]:
     )
     labels = [row.label for row in found.rows]
     curves = Result(
-        name=f"equal_loss_curves_{where}",
+        name=f"equal_loss_{where}_curves",
         title=f"Held-back loss over time: {title}",
         claim="Means over seeds and held-back batches; seconds are steps times the median time of a step.",
         columns=["step", *(f"{label} {what}" for label in labels for what in ("s", "loss"))],

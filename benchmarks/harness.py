@@ -58,7 +58,9 @@ class Result:
 
     def _command(self) -> str:
         target = "gpu-bench" if torch.cuda.is_available() else "bench"
-        return f"make {target} NAME={self.name.split('_')[0]}"
+        package, _, module = getattr(sys.modules["__main__"].__spec__, "name", "").partition(".")
+        name = module.removesuffix(".__main__") if package == "benchmarks" else self.name.split("_")[0]
+        return f"make {target} NAME={name}"
 
 
 def gpu_ms(work: Callable[[], object], repeats: int = 30, per_graph: int = 5) -> float:

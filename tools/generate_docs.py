@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that are generated from code, records and tests.
+"""Write the pages and pictures of docs/ that are generated from code, records and tests.
 
     python -m tools.generate_docs            write them
     python -m tools.generate_docs --check    write nothing; exit 1 if a page is out of date
@@ -21,6 +21,7 @@ from tools.claims_page import claims_page
 from tools.cli_page import cli_page
 from tools.markdown import NOTICE, Pages
 from tools.peers_page import peers_page
+from tools.pictures import pictures
 from tools.rules_page import RULES_FOLDER, rule_pages
 
 from ampwise.errors import BadInput
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None, root: Path = REPOSITORY) -> int:
 def all_pages(root: Path) -> Pages:
     measured = {**benchmark_pages(root), **pages_with_tables(root), **peers_page(root / PEERS_RECORD)}
     written = {**rule_pages(built_in_rules()), **cli_page(), **autocast_page(root), **claims_page(root)}
-    return {**written, **measured, **address_pages(root)}
+    return {**written, **measured, **pictures(root), **address_pages(root)}
 
 
 def compare(pages: Pages, root: Path) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.scale.figure import Line, Panel, drawn
+from benchmarks.figure import Line, Panel, drawn, powers_of_ten
 from benchmarks.scale.models import MODELS
 from benchmarks.scale.simulation import PATIENCE_S, Setting
 
@@ -21,7 +21,7 @@ def picture() -> str:
         Line("the engine's", _over(lambda each: each.device_s())),
     ]
     others = [
-        Line("the guard's patience", lambda _: PATIENCE_S, dashed=True),
+        Line("the guard's patience", _over(lambda _: PATIENCE_S), dashed=True),
         Line("start: groups are made", _over(lambda each: each.meeting_s)),
         Line("first rank merges", _over(lambda each: each.checkpoint().first_rank)),
         Line("resume: a rank reads", _over(lambda each: each.read_s)),
@@ -29,14 +29,15 @@ def picture() -> str:
         Line("exchanges", _over(lambda each: each.checkpoint().exchanges)),
         Line("data, there and back", _over(lambda each: each.checkpoint().data)),
     ]
+    across = [(float(ranks), f"{ranks:,}") for ranks in RANKS]
     return drawn(
         f"Simulated costs of ampwise for {DRAWN} parameters on {RANKS[0]} to {RANKS[-1]:,} ranks",
         [
-            Panel(f"A step, {DRAWN} parameters", a_step, RANKS, 1e-5, 1e2),
-            Panel("A start, a checkpoint, a resume", others, RANKS, 1e-3, 2e5),
+            Panel(f"A step, {DRAWN} parameters", a_step, across, "ranks", powers_of_ten(1e-5, 1e2)),
+            Panel("A start, a checkpoint, a resume", others, across, "ranks", powers_of_ten(1e-3, 2e5)),
         ],
     )
 
 
-def _over(value: Callable[[Setting], float]) -> Callable[[int], float]:
-    return lambda ranks: value(Setting(model=MODELS[DRAWN], ranks=ranks))
+def _over(value: Callable[[Setting], float]) -> list[tuple[float, float]]:
+    return [(ranks, value(Setting(model=MODELS[DRAWN], ranks=ranks))) for ranks in RANKS]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -26,7 +27,13 @@ from ampwise.hardware.target import (
     unknown_target,
 )
 from ampwise.tune.advise import advise
-from ampwise.tune.advise.choice import MEASURED, PrecisionChoice, parse_scaling
+from ampwise.tune.advise.choice import (
+    MEASURED,
+    SPEEDUPS_FEW_TOKENS,
+    SPEEDUPS_MANY_TOKENS,
+    PrecisionChoice,
+    parse_scaling,
+)
 from ampwise.tune.advise.claims import IDEAS
 from ampwise.tune.advise.decide import decide
 from ampwise.tune.advise.model import KINDS, ModelFacts, parse_count
@@ -34,6 +41,7 @@ from ampwise.tune.advise.symptoms import SYMPTOMS
 
 from ...for_each import for_each
 
+ROOT = Path(__file__).parents[3]
 BASES = {"read here", "measured by you", "measured on one H200", "derived", "datasheet", "rule"}
 PRECISIONS = {"fp32", "tf32", "fp16", "bf16", "fp8", "auto"}
 XEON = Cpu(model="a Xeon", features=("amx_bf16", "avx512_bf16"))
@@ -192,9 +200,30 @@ def test_larger_models_are_not_expected_to_gain_less(gpu):
 
 @for_each("precision", ["tf32", "fp16", "bf16"])
 def test_what_was_measured_lies_within_what_is_expected(precision):
-    model = ModelFacts(parameters=124_000_000, kind="transformer")
+    model = ModelFacts(parameters=124_500_000, kind="transformer")
     gain = PrecisionChoice(target=target_for_gpu(gpu_named("h200")), model=model).gain(precision)
     assert gain.low <= MEASURED[precision] / MEASURED["fp32"] <= gain.high
+
+
+@for_each(("speedups", "tokens"), [(SPEEDUPS_FEW_TOKENS, 1024), (SPEEDUPS_MANY_TOKENS, 8192)])
+def test_what_is_expected_rests_on_the_published_figures(speedups, tokens):
+    result = json.loads((ROOT / "benchmarks/results/sizes_gpu.json").read_text(encoding="utf-8"))
+    rows = [dict(zip(result["columns"], row, strict=True)) for row in result["rows"]]
+    published = {row["M parameters"]: row["bf16"] for row in rows if row["tokens a step"] == tokens}
+    for millions, speedup in speedups.items():
+        expected = published[millions]
+        if (millions, tokens) == (124.5, 8192):  # of this size there is one with more tokens
+            expected = MEASURED["bf16"] / MEASURED["fp32"]
+        assert speedup == pytest.approx(expected, rel=1e-3)
+    assert list(speedups.values()) == sorted(speedups.values())
+
+
+def test_a_slower_gpu_gains_at_smaller_sizes():
+    model = ModelFacts(parameters=124_000_000, kind="transformer")
+    fast, slow = (
+        PrecisionChoice(target=target_for_gpu(gpu_named(name)), model=model).gain("fp16") for name in ("h200", "t4")
+    )
+    assert fast.low < 1 < slow.low
 
 
 def test_approximate_peaks_are_marked_and_unknown_ones_give_no_range():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,15 +18,13 @@ from ampwise.tune.bench.verdict import SpeedVerdict, verdict_of
 
 USUAL_FACTOR = 1000.0  # of a manual loss scale
 
-# Fraction of an FP32 step spent in matmuls, from and to, by the model's work.
-# The classes are the customary ones; the fractions cover what was measured on one H200 (below).
-SHARES: tuple[tuple[float, float, float], ...] = (
-    (10e6, 0.0, 0.25),
-    (50e6, 0.25, 0.55),
-    (200e6, 0.55, 0.92),
-    (math.inf, 0.70, 0.97),
-)
-ANY_SHARE = (0.0, 0.97)
+# Speed-up of BF16 over FP32 without TF32, by millions of parameters: whole eager steps of GPTs on one H200, with 1,024
+# tokens a step and with 8,192; at 124 M with 16,384 (benchmarks/results/sizes_gpu.json; precisions_gpt2_gpu.json).
+SPEEDUPS_FEW_TOKENS = {12.61: 0.7725, 124.5: 0.9703, 354.9: 1.191, 1314.0: 4.462, 2964.0: 4.976}
+SPEEDUPS_MANY_TOKENS = {
+    1.055: 0.7749, 3.946: 0.8764, 12.61: 1.162, 29.94: 2.682, 124.5: 6.02, 354.9: 6.981, 1314.0: 8.655, 2964.0: 9.08
+}  # fmt: skip
+H200_FP32, H200_BF16 = 66.9e12, 989.4e12  # dense peaks
 
 # Tokens per second of GPT-2 124M, 16×1024 tokens, eager, on one H200; compiled BF16 reached 496 k.
 MEASURED: dict[str, float] = {"fp32": 54e3, "tf32": 157e3, "fp16": 318e3, "bf16": 325e3}
@@ -52,6 +51,23 @@ class ExpectedGain:
         '1.9–4.7×'
         """
         return f"{'~' if self.approximate else ''}{self.low:.1f}–{self.high:.1f}×"
+
+
+def share_of_matmuls(parameters: float, speedups: Mapping[float, float]) -> float:
+    """Return the share of an FP32 step that explains the speed-ups, between sizes by the logarithm of their numbers.
+
+    It is negative where autocast costs more than it saves.
+
+    >>> round(share_of_matmuls(124.5e6, SPEEDUPS_MANY_TOKENS), 3)
+    0.894
+    """
+    sizes = [1e6 * millions for millions in speedups]
+    shares = [(1 - 1 / speedup) / (1 - H200_FP32 / H200_BF16) for speedup in speedups.values()]
+    above = bisect.bisect(sizes, parameters)
+    if above in (0, len(sizes)):
+        return shares[min(above, len(sizes) - 1)]
+    (small, large), (low, high) = sizes[above - 1 : above + 1], shares[above - 1 : above + 1]
+    return low + (high - low) * math.log(parameters / small) / math.log(large / small)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +148,9 @@ class PrecisionChoice:
     def gain(self, precision: str) -> ExpectedGain | None:
         """Return the expected gain of a whole uncompiled step; None if a peak is unknown, and for FP32 itself.
 
-        Only the matmuls of a step get faster: if they take a fraction ``f`` of its time, and the peaks differ by
-        ``r``, the step runs ``1 / (1 - f + f / r)`` times as fast (Amdahl). The fraction depends on the model's size.
+        Only the matmuls of a step get faster: if they take a share ``f`` of its time, and the peaks differ by ``r``,
+        the step runs ``1 / (1 - f + f / r)`` times as fast (Amdahl). Shares are those measured on an H200; a GPU that
+        is slower in FP32 spends as much of its time in the matmuls of a smaller model.
         """
         target, model = self.target, self.model
         # What "FP32" runs in by default: cuDNN convolutions use TF32, matmuls do not.
@@ -145,8 +162,13 @@ class PrecisionChoice:
         if precision == "fp8":
             low, high = MEASURED_FP8
             return ExpectedGain(low=low, high=high, ceiling=ratio.value, over=over, measured=True)
-        work = model.work
-        shares = ANY_SHARE if work is None else next((low, high) for limit, low, high in SHARES if work < limit)
+        smallest, largest = 0.0, math.inf  # where the size is unknown
+        if model.work is not None:
+            wide = target.peak("fp32")
+            smallest = largest = model.work * (1.0 if wide is None else H200_FP32 / wide.value)
+        shares = share_of_matmuls(smallest, SPEEDUPS_FEW_TOKENS), share_of_matmuls(largest, SPEEDUPS_MANY_TOKENS)
+        if precision == "tf32":  # which casts nothing, so it costs nothing
+            shares = max(shares[0], 0.0), max(shares[1], 0.0)
         low, high = (1 / (1 - share + share / ratio.value) for share in shares)
         return ExpectedGain(low=low, high=high, ceiling=ratio.value, over=over, approximate=ratio.approximate)
 

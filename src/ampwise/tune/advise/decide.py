@@ -209,7 +209,7 @@ def _speedup_why(choice: PrecisionChoice, precision: str, gain: ExpectedGain | N
     if choice.model.parameters is None:
         return f"{ceiling}; the range is wide because the size is unknown"
     tf32 = ", over TF32 in which convolutions run by default" if gain.over == "tf32" else ""
-    return f"{ceiling}{tf32}, times the share of matmuls at this size; eager"
+    return f"{ceiling}{tf32}, and the gain of GPTs of this size on one H200, from 1,024 tokens a step to 8,192; eager"
 
 
 def _changes(choice: PrecisionChoice, precision: str) -> Iterator[str]:

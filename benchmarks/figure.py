@@ -1,13 +1,13 @@
-"""A picture of lines over ranks, both axes in powers: plain SVG, each line with its name at its end."""
+"""A picture of lines in plain SVG, each with its name at its end."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-__all__ = ["Line", "Panel", "drawn"]
+__all__ = ["Line", "Panel", "drawn", "powers_of_ten"]
 
 COLOURS = ("#1f5fa8", "#b5402a", "#2e7d46", "#7a4a99", "#8a6a00", "#00798c")
 WIDTH, HEIGHT = 560, 420
@@ -18,20 +18,24 @@ FONT = "font-family='system-ui, sans-serif'"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A number for each count of ranks; dashed: what others are measured by."""
+    """Points from left to right; dashed: what others are measured by."""
 
     name: str
-    value: Callable[[int], float]
+    points: Sequence[tuple[float, float]]
     dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
+    """Lines over axes with named places; the first and the last place of an axis are its ends."""
+
     title: str
     lines: Sequence[Line]
-    ranks: Sequence[int]
-    low: float  # of the axis of seconds
-    high: float
+    across: Sequence[tuple[float, str]]
+    across_title: str
+    up: Sequence[tuple[float, str]]
+    log_across: bool = True
+    log_up: bool = True
 
 
 def drawn(title: str, panels: Sequence[Panel]) -> str:
@@ -59,32 +63,37 @@ class _Drawing:
         ends = []
         for place, line in enumerate(self._panel.lines):
             colour = "#444444" if line.dashed else COLOURS[place % len(COLOURS)]
-            points = [(self._x(ranks), self._y(line.value(ranks))) for ranks in self._panel.ranks]
+            points = [(self._x(across), self._y(up)) for across, up in line.points]
             found.append(_path(points, colour, dashed=line.dashed))
             ends.append((points[-1][1], line.name, colour))
         return found + [_text(self._right + 8, y + 4, name, colour=colour) for y, name, colour in _spread(ends)]
 
     def _axes(self) -> list[str]:
         found = []
-        for exponent in range(math.ceil(math.log10(self._panel.low)), math.floor(math.log10(self._panel.high)) + 1):
-            y = self._y(10.0**exponent)
-            found.append(f"<path d='M{LEFT} {y:.1f}H{self._right}' stroke='#dddddd'/>")
-            found.append(_text(LEFT - 8, y + 4, _seconds(exponent), anchor="end"))
-        for ranks in self._panel.ranks:
-            x = self._x(ranks)
+        for value, text in self._panel.up:
+            if text:
+                y = self._y(value)
+                found.append(f"<path d='M{LEFT} {y:.1f}H{self._right}' stroke='#dddddd'/>")
+                found.append(_text(LEFT - 8, y + 4, text, anchor="end"))
+        for value, text in self._panel.across:
+            x = self._x(value)
             found.append(f"<path d='M{x:.1f} {TOP}V{self._bottom}' stroke='#eeeeee'/>")
-            found.append(_text(x, self._bottom + 18, f"{ranks:,}", anchor="middle"))
+            found.append(_text(x, self._bottom + 18, text, anchor="middle"))
         middle = (LEFT + self._right) / 2
-        return [*found, _text(middle, self._bottom + 38, "ranks", anchor="middle")]
+        return [*found, _text(middle, self._bottom + 38, self._panel.across_title, anchor="middle")]
 
-    def _x(self, ranks: int) -> float:
-        first, last = self._panel.ranks[0], self._panel.ranks[-1]
-        return LEFT + (self._right - LEFT) * math.log(ranks / first) / math.log(last / first)
+    def _x(self, value: float) -> float:
+        return LEFT + (self._right - LEFT) * _share(value, self._panel.across, log=self._panel.log_across)
 
-    def _y(self, seconds: float) -> float:
-        low, high = self._panel.low, self._panel.high
-        share = math.log(min(max(seconds, low), high) / low) / math.log(high / low)
-        return self._bottom - (self._bottom - TOP) * share
+    def _y(self, value: float) -> float:
+        return self._bottom - (self._bottom - TOP) * _share(value, self._panel.up, log=self._panel.log_up)
+
+
+def _share(value: float, axis: Sequence[tuple[float, str]], *, log: bool) -> float:
+    """How far along the axis a value is, from 0 to 1."""
+    low, high = axis[0][0], axis[-1][0]
+    value = min(max(value, low), high)
+    return math.log(value / low) / math.log(high / low) if log else (value - low) / (high - low)
 
 
 def _spread(ends: Sequence[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
@@ -113,6 +122,16 @@ def _text(
 ) -> str:
     form = f"x='{x:.1f}' y='{y:.1f}' font-size='{size}' font-weight='{weight}' fill='{colour}' text-anchor='{anchor}'"
     return f"<text {FONT} {form}>{escape(text)}</text>"
+
+
+def powers_of_ten(low: float, high: float) -> list[tuple[float, str]]:
+    """Return the places of an axis of seconds: its ends, without names, and the powers of ten between.
+
+    >>> powers_of_ten(5e-4, 2.0)
+    [(0.0005, ''), (0.001, '1 ms'), (0.01, '10 ms'), (0.1, '100 ms'), (1.0, '1 s'), (2.0, '')]
+    """
+    exponents = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+    return [(low, ""), *((10.0**exponent, _seconds(exponent)) for exponent in exponents), (high, "")]
 
 
 def _seconds(exponent: int) -> str:
