@@ -37,7 +37,7 @@ ON_CPU = replace(GPT_ONE_LAYER, vocabulary=BYTES)
 ARMS: Mapping[str, Any] = {"BF16": "bf16", "FP8": Fp8(), "FP8 measured": Fp8("measured", backend="ampwise")}
 CPU_ARMS: Mapping[str, Any] = {"FP32": "fp32", "BF16": "bf16"}
 LR = 2e-4
-BUDGET_S, SEEDS = (80.0, 3) if ON_GPU else (20.0, 2)
+BUDGET_S, SEEDS = (300.0, 3) if ON_GPU else (20.0, 2)
 COLUMNS = [
     "precision", "step ms", "× a step", "held-back loss at the end", "equal loss", "× the steps", "× at equal loss",
     "each seed", "verdict",
