@@ -35,6 +35,7 @@ import argparse
 import contextlib
 import sys
 from pathlib import Path
+from typing import Any
 
 from ampwise.cli import print_json
 from ampwise.cli._arguments import add_make, check_precision, count
@@ -108,8 +109,16 @@ def run(args: argparse.Namespace) -> int:
     for text in args.keep:
         if not text.startswith("fp32=") or text == "fp32=":
             raise BadInput(f"--keep {text}: expected fp32=PATTERN, such as fp32=*.router.")
+    how = {
+        "compiled": args.compile,
+        "batch": args.batch,
+        "device": args.device,
+        "optimizer": args.optimizer,
+        "clip_norm": clip_norm,
+        "keep_fp32": tuple(text.removeprefix("fp32=") for text in args.keep),
+    }
     if args.equal_loss:
-        return _equal_loss(args, names, clip_norm)
+        return _equal_loss(args, names, how)
     from ampwise.tune.bench.bench import bench, progress_on
     from ampwise.tune.bench.page import precisions_page
 
@@ -118,15 +127,10 @@ def run(args: argparse.Namespace) -> int:
         result = bench(
             args.make,
             names,
-            compiled=args.compile,
-            batch=args.batch,
-            device=args.device,
-            optimizer=args.optimizer,
-            clip_norm=clip_norm,
-            keep_fp32=tuple(text.removeprefix("fp32=") for text in args.keep),
             rounds=args.rounds,
             steps=args.steps,
             progress=progress,
+            **how,
         )
     if page_path is not None:
         write_page(lambda: precisions_page(result.speeds, result.findings), page_path, force=args.force)
@@ -139,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(row.differs for row in result.rows) else 0
 
 
-def _equal_loss(args: argparse.Namespace, names: list[str] | None, clip_norm: float | None) -> int:
+def _equal_loss(args: argparse.Namespace, names: list[str] | None, how: dict[str, Any]) -> int:
     given = {"-o": args.output, "--rounds": args.rounds, "--steps": args.steps}
     for option, value in given.items():
         if value is not None:
@@ -155,13 +159,8 @@ def _equal_loss(args: argparse.Namespace, names: list[str] | None, clip_norm: fl
             names,
             budget_s=args.budget,
             seeds=args.seeds,
-            compiled=args.compile,
-            batch=args.batch,
-            device=args.device,
-            optimizer=args.optimizer,
-            clip_norm=clip_norm,
-            keep_fp32=tuple(text.removeprefix("fp32=") for text in args.keep),
             progress=progress,
+            **how,
         )
     if args.json:
         print_json(result.as_dict())

@@ -90,30 +90,10 @@ def equal_loss(
         clock=clock,
     )  # fmt: skip
     report = progress or (lambda done, total, doing: None)
-    total = len(arms) * (seeds + 1)
     random_before = capture_random(target)
     try:
         with _many_versions():
-            pace: dict[str, float] = {}
-            for label, arm in arms.items():
-                report(len(pace), total, f"finding the pace: {label}")
-                pace[label] = _Training(setting, arm, 0).pace()
-                _forget(target)
-            steps = int(budget_s / (seeds * sum(pace.values())))
-            if steps < FEWEST_STEPS:
-                least = seeds * sum(pace.values()) * FEWEST_STEPS
-                raise BadInput(
-                    f"equal loss: {budget_s:g} s are enough for {steps} steps a run, and {FEWEST_STEPS} are needed. "
-                    f"Give at least {least:.0f} s, or fewer precisions or seeds."
-                )
-            points = [steps * point // POINTS for point in range(POINTS + 1)]
-            runs: list[TrainingCurve] = []
-            for seed in range(seeds):
-                labels = list(arms)
-                for label in reversed(labels) if seed % 2 else labels:
-                    report(len(arms) + len(runs), total, f"training: {label}, seed {seed}")
-                    runs.append(_Training(setting, arms[label], seed).curve(label, points))
-                    _forget(target)
+            points, runs = _train_all(arms, setting, budget_s, seeds, report)
     finally:
         restore_random(random_before, target)
     base = next(iter(arms))
@@ -131,6 +111,33 @@ def equal_loss(
             "compiling and held-back losses.",
         ),
     )
+
+
+def _train_all(
+    arms: Mapping[str, Any], setting: _Setting, budget_s: float, seeds: int, report: Progress
+) -> tuple[list[int], list[TrainingCurve]]:
+    """Train each arm with each seed, as many steps as the budget allows; return at which steps losses were measured."""
+    total = len(arms) * (seeds + 1)
+    pace: dict[str, float] = {}
+    for label, arm in arms.items():
+        report(len(pace), total, f"finding the pace: {label}")
+        pace[label] = _Training(setting, arm, 0).pace()
+        _forget(setting.device)
+    a_step_of_all = seeds * sum(pace.values())
+    steps = int(budget_s / a_step_of_all)
+    if steps < FEWEST_STEPS:
+        raise BadInput(
+            f"equal loss: {budget_s:g} s are enough for {steps} steps a run, and {FEWEST_STEPS} are needed. "
+            f"Give at least {a_step_of_all * FEWEST_STEPS:.0f} s, or fewer precisions or seeds."
+        )
+    points = [steps * point // POINTS for point in range(POINTS + 1)]
+    runs: list[TrainingCurve] = []
+    for seed in range(seeds):
+        for label in reversed(list(arms)) if seed % 2 else arms:
+            report(len(arms) + len(runs), total, f"training: {label}, seed {seed}")
+            runs.append(_Training(setting, arms[label], seed).curve(label, points))
+            _forget(setting.device)
+    return points, runs
 
 
 def _arms(asked: Iterable[str] | Arms | None, device: torch.device, kept: Sequence[str]) -> dict[str, Any]:
