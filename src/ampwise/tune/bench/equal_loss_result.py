@@ -243,7 +243,7 @@ def steps_to(curve: Curve, loss: float) -> float:
         return 0.0
     for (before, high), (after, low) in pairwise(curve):
         if low <= loss:
-            return before + (after - before) * (high - loss) / (high - low)
+            return min(before + (after - before) * (high - loss) / (high - low), after)  # rounding may exceed it
     return math.inf
 
 
