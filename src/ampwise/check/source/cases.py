@@ -503,7 +503,7 @@ def _cases_of_getattr(frame: Frame, node: ast.Call) -> Iterator[Case]:
                 yield Case(Known(Dtype(dtype)) if dtype else Option(code_of(node)), case.given)
             elif isinstance(case.value, Option):
                 option = case.value.name
-                choices = choices_of(frame.outline).get(option.rpartition(".")[2], HALF_AND_FULL)
+                choices = choices_of(frame.outline).get(option.rpartition(".")[2]) or _dtypes_named(frame.outline)
                 for choice in sorted(choices):
                     given = joined(case.given, {option: Limit(frozenset([choice]))})
                     dtype = DTYPES.get(f"torch.{choice}")
@@ -665,7 +665,7 @@ def _cases_of_attribute(frame: Frame, node: ast.Attribute) -> Iterable[Case]:
         return [Case(Known(Dtype(DTYPES[qualified])), ALWAYS)]
     if qualified is not None:
         return [Case(Made(node, frame), ALWAYS)]
-    owner = frame.class_of(node.value)
+    owner = frame.class_of_settings(node.value)
     is_self = isinstance(node.value, ast.Name) and any(
         function.self_name == node.value.id for function in frame.function.scopes if function.owner is not None
     )
@@ -690,7 +690,7 @@ def _cases_of_own_attribute(frame: Frame, owner: ClassOutline, node: ast.Attribu
     bindings = frame.attribute_bindings(owner, node.attr)
     fields = [binding for binding in bindings if binding.function.owner is None]  # in the class's own body
     if fields:
-        found = [Case(Option(name), ALWAYS)]
+        found = _cases_of_field(frame, owner, node.attr, fields[0], name)
     bindings = [binding for binding in bindings if binding.function.owner is not None]
     bindings.sort(key=lambda binding: (binding.function.name != "__init__", _end(binding)))
     is_constant = len(bindings) == 1 and not fields
@@ -701,6 +701,36 @@ def _cases_of_own_attribute(frame: Frame, owner: ClassOutline, node: ast.Attribu
         made = _assigned(where, binding.function, [binding], found, name, is_constant)
         found = made
     return found or [Case(Option(name), ALWAYS)]
+
+
+def _cases_of_field(frame: Frame, owner: ClassOutline, attribute: str, field: Binding, name: str) -> list[Case]:
+    """Return the cases of a field of a class: the dtype that it is, unless a constructor gets another one."""
+    value = field.value
+    if value is not None and not isinstance(value, ast.Constant) and not _is_overridden(owner, attribute):
+        made = cases_of(frame.lookup.frame(field.function), value)
+        if all(isinstance(case.value, Known) and isinstance(case.value.value, Dtype) for case in made):
+            return made
+    return [Case(Option(name), ALWAYS)]
+
+
+@functools.lru_cache(maxsize=256)
+def _is_overridden(owner: ClassOutline, attribute: str) -> bool:
+    """Whether the file of a class gives this field of it, or all fields, a value of their own somewhere."""
+    for node in owner.outline.script.nodes:
+        if isinstance(node, ast.Call) and dotted_text(node.func) == owner.name:
+            if node.args or any(word.arg in (attribute, None) for word in node.keywords):
+                return True
+        elif isinstance(node, ast.Attribute) and node.attr == attribute and isinstance(node.ctx, ast.Store):
+            return True
+    return False
+
+
+@functools.lru_cache(maxsize=16)
+def _dtypes_named(outline: FileOutline) -> frozenset[str]:
+    """Return the dtypes that a file names in strings, as the default of an option; all if it names none."""
+    strings = {node.value for node in outline.script.nodes if isinstance(node, ast.Constant) and node.value != ""}
+    named = HALF_AND_FULL & strings
+    return HALF_AND_FULL if named <= {"float32"} else named
 
 
 @functools.lru_cache(maxsize=16)

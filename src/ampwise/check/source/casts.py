@@ -6,13 +6,26 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ampwise.check.source.cases import ALWAYS, Case, Conditions, Dtype, Known, cases_of, conditions_at, joined
+from ampwise.check.source.cases import (
+    ALWAYS,
+    Case,
+    Conditions,
+    Dtype,
+    Known,
+    Limit,
+    Option,
+    cases_of,
+    conditions_at,
+    joined,
+)
+from ampwise.check.source.defaults import last_word, option_defaults
+from ampwise.check.source.dictionary_changes import changes_of
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.modes import UNKNOWN, dtype_in
-from ampwise.check.source.names import last_name, method_called
+from ampwise.check.source.modes import UNKNOWN, dtype_in, table_of
+from ampwise.check.source.names import dotted_text, last_name, method_called
 from ampwise.check.source.precision import argument_of
-from ampwise.check.source.torch_names import BF16, FP16, FP32
+from ampwise.check.source.torch_names import BF16, FP16, FP32, SPELLINGS
 from ampwise.check.source.tree_walk import walk
 from ampwise.check.source.walk import CodeSite
 
@@ -33,6 +46,9 @@ LOADS = frozenset(("from_pretrained", "from_config", "_from_config"))
 GO_THROUGH = frozenset(("modules", "children", "named_modules", "named_children", "parameters", "named_parameters"))
 ALL_PARAMETERS = frozenset(("parameters", "named_parameters"))
 OF_A_LAYER = frozenset(("data", "weight", "bias"))
+
+
+DtypeCase = tuple[str | None, Conditions]  # None: unknown
 
 
 class Cast(NamedTuple):
@@ -155,7 +171,7 @@ def _casts_by_name(call: ast.Call, frame: Frame) -> bool:
     return TO_FP16.search(last_name(call.func)) is not None and frame.callee(call) is None
 
 
-def cast_dtypes(call: ast.Call, frame: Frame) -> list[tuple[str | None, Conditions]]:
+def cast_dtypes(call: ast.Call, frame: Frame) -> list[DtypeCase]:
     """Return the dtypes that a call may cast to, None for an unknown one; nothing if it is not a cast."""
     method = method_called(call)
     if method in CASTS and not call.args and not call.keywords:
@@ -166,20 +182,64 @@ def cast_dtypes(call: ast.Call, frame: Frame) -> list[tuple[str | None, Conditio
         tensor_type = _tensor_type(call.args[0])
         if tensor_type is not None:
             return [(tensor_type, ALWAYS)]
-    given = argument_of(call, "dtype")
-    if method in LOADS:
-        given = argument_of(call, "torch_dtype") or given
-    elif method != "to" and not (frame.qualified(call.func) or "").startswith("torch.nn."):
-        given = None
-    if given is not None:
-        return [(_known_dtype(case), case.given) for case in cases_of(frame, given)]
+    if method in LOADS or method == "to" or (frame.qualified(call.func) or "").startswith("torch.nn."):
+        names = ("torch_dtype", "dtype") if method in LOADS else ("dtype",)
+        for name in names:
+            given = _given(call, name, frame)
+            if given:
+                return given
     for argument in call.args if method in ("to", "type") else ():
-        cases = cases_of(frame, argument)
-        if any(isinstance(case.value, Known) and isinstance(case.value.value, Dtype) for case in cases):
-            return [(_known_dtype(case), case.given) for case in cases]
+        dtypes = [pair for case in cases_of(frame, argument) for pair in _dtypes_in(case, frame)]
+        if any(dtype is not None for dtype, _ in dtypes):
+            return dtypes
         if "dtype" in ast.unparse(argument):
             return [(None, ALWAYS)]
     return []
+
+
+def _given(call: ast.Call, name: str, frame: Frame) -> list[DtypeCase]:
+    """Return the dtypes of a keyword argument, also of one in ``**options``, as they are made or changed later."""
+    own = argument_of(call, name)
+    if own is not None:
+        return [pair for case in cases_of(frame, own) for pair in _dtypes_in(case, frame)]
+    held: list[tuple[ast.expr, Frame, Conditions]] = []
+    for word in call.keywords:
+        if word.arg is not None:
+            continue
+        for case in cases_of(frame, word.value):
+            node, home = (table_of(case.value) or {}).get(name, (None, frame))
+            held += [(node, home, case.given)] if node is not None else []
+        for kind, key, value in changes_of(dotted_text(word.value) or "", frame.function.node, frame.outline):
+            if kind == "item" and key == name and value.lineno < call.lineno:
+                held += [(value, frame, given) for given in conditions_at(frame, value)]
+    found = [
+        (pair, given) for node, home, given in held for case in cases_of(home, node) for pair in _dtypes_in(case, home)
+    ]
+    return [(dtype, both) for (dtype, when), given in found if (both := joined(when, given)) is not None]
+
+
+def _dtypes_in(case: Case, frame: Frame) -> list[DtypeCase]:
+    """Return the dtype of a value; of an option, its default, and None for anything else."""
+    value, given = case
+    found: list[DtypeCase] = [(_known_dtype(case), given)]
+    if isinstance(value, Option):
+        for default in sorted(_defaults(value.name, frame)):
+            both = joined(given, {value.name: Limit(frozenset([default]))})
+            if both is not None and default.lower() in SPELLINGS:
+                found.insert(0, (SPELLINGS[default.lower()], both))
+    return found
+
+
+def _defaults(option: str, frame: Frame) -> set[str]:
+    """Return the dtypes by name that an option of the script, or a parameter of a function, may have by default."""
+    home = frame.function.home_of(option) if option.isidentifier() else None
+    if home is not None:
+        default = home.defaults.get(option)
+        held = cases_of(frame.lookup.frame(home), default) if default is not None else []
+        values = [case.value.value for case in held if isinstance(case.value, Known)]
+        return {value.name if isinstance(value, Dtype) else value for value in values if isinstance(value, Dtype | str)}
+    options = option_defaults(frame.lookup.code(frame.outline.path))
+    return {default for default in options.get(last_word(option), ()) if isinstance(default, str)}
 
 
 def _tensor_type(node: ast.expr) -> str | None:
@@ -188,7 +248,7 @@ def _tensor_type(node: ast.expr) -> str | None:
     return TENSOR_TYPES.get(text.rpartition(".")[2])
 
 
-def default_dtypes(call: ast.Call, frame: Frame) -> list[tuple[str | None, Conditions]]:
+def default_dtypes(call: ast.Call, frame: Frame) -> list[DtypeCase]:
     """Return what a call makes the default dtype of new tensors; nothing if it is another call."""
     name = frame.qualified(call.func)
     if name == "torch.set_default_dtype" and call.args:

@@ -316,6 +316,20 @@ class Frame:
                 return made
         return None
 
+    @once_per_function
+    def class_of_settings(self, node: ast.expr) -> ClassOutline | None:
+        """Return the class whose fields ``node.field`` may be: an object's, ``Config`` itself or ``config: Config``."""
+        owner = self.class_of(node)
+        if owner is not None or not isinstance(node, ast.Name):
+            return owner
+        named = self.definition(node)
+        home = self.function.home_of(node.id)
+        if named is None and home is not None and home.parent is not None and node.id in home.params:
+            frame = self.lookup.frame(home)
+            annotation = home.annotations.get(node.id)
+            named = frame.definition(annotation) if annotation is not None else None
+        return named if isinstance(named, ClassOutline) else None
+
     def ancestry(self, owner: ClassOutline) -> list[ClassOutline]:
         """Return a class and its bases, as far as checked files define them."""
         if owner.ancestry is None:

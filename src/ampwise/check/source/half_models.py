@@ -17,12 +17,13 @@ from ampwise.check.source.casts import (
     module_gone_through,
     moved,
 )
+from ampwise.check.source.dictionary_changes import changes_of
 from ampwise.check.source.events import EventContext, EventKind, SourceEvent
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.modes import dtype_in
-from ampwise.check.source.names import arguments_given, last_name, method_called
+from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
 from ampwise.check.source.outline import FunctionOutline
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.project import SourceFile
@@ -62,7 +63,7 @@ FREEZES = LazyPattern(
 PREPARES: Words = (".half(", "float16", "dtype", "HalfTensor", ".parameters(", "param")
 GROUPS = LazyPattern(r"param|group|^(filter|list|tuple|chain|iter|sorted|itertools)$")
 COPIES = frozenset(("clone", "float", "to", "copy", "deepcopy", "detach"))
-DISPLAYS = (ast.List, ast.Tuple, ast.Dict, ast.ListComp, ast.GeneratorExp, ast.BinOp)
+DISPLAYS = (ast.List, ast.Tuple, ast.Dict, ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.BinOp)
 MOST_FOLLOWED_CALLS = 40
 POLICIES = ("MixedPrecision", "MixedPrecisionPolicy")  # of FSDP
 DEEPEST = 6  # names and calls between an optimizer and the module whose parameters it gets
@@ -395,15 +396,40 @@ def _optimized(call: ast.Call, frame: Frame) -> Iterator[tuple[ast.expr, Frame, 
             if not isinstance(part, ast.Name | ast.Attribute):
                 continue
             yield part, home, part in all_of or part not in taken
+            for module in _looped_over(part, home):
+                yield module, home, True
             for value, where in home.values(part):
                 if value is not None and value is not part and _is_group(value):
                     pending.append((value, where, depth + 1))
+                    pending += [(added, where, depth + 1) for added in _added(part, where)]
+
+
+def _added(name: ast.expr, frame: Frame) -> list[ast.expr]:
+    """Return what the function of a frame adds to a list: ``params += list(net.parameters())``, ``decay.append(p)``."""
+    changes = changes_of(dotted_text(name) or "", frame.function.node, frame.outline)
+    return [value for kind, _, value in changes if kind in ("item", "merge")]
+
+
+def _looped_over(node: ast.expr, frame: Frame) -> list[ast.expr]:
+    """Return the module whose parameters, or the modules that, a loop around a name goes through under this name."""
+    outer: ast.AST | None = frame.outline.script.parents.get(node) if isinstance(node, ast.Name) else None
+    while isinstance(outer, ast.expr | ast.keyword | ast.stmt) and outer is not frame.function.node:
+        if isinstance(outer, ast.For) and node not in walk(outer.iter):
+            names = [part.id for part in walk(outer.target) if isinstance(part, ast.Name)]
+            gone_through = module_gone_through(outer)
+            if isinstance(node, ast.Name) and node.id in names[-1:]:
+                if gone_through is not None:
+                    return [gone_through[1]]
+                return outer.iter.elts if isinstance(outer.iter, ast.List | ast.Tuple) else []
+        outer = frame.outline.script.parents.get(outer)
+    return []
 
 
 def _copies(node: ast.expr) -> bool:
-    """Whether an expression holds copies: ``[p.detach().clone().float() for p in model.parameters()]``."""
+    """Whether an expression holds copies: ``[p.detach().clone().float() for p in model.parameters()]``, or is one."""
     each = node.elt if isinstance(node, ast.ListComp | ast.GeneratorExp) else None
-    return each is not None and any(method_called(part) in COPIES for part in walk(each))
+    is_copy = method_called(node) in COPIES and not any(method_called(part) == "parameters" for part in walk(node))
+    return is_copy or (each is not None and any(method_called(part) in COPIES for part in walk(each)))
 
 
 def _is_group(node: ast.expr) -> bool:

@@ -323,7 +323,7 @@ def _arguments(
         found = [(arguments | own, given) for arguments, given in found]
         for word in one.keywords:
             if word.arg is None:
-                tables = [(_table(case.value), case.given) for case in cases_of(home, word.value)]
+                tables = [(table_of(case.value), case.given) for case in cases_of(home, word.value)]
                 found = [
                     (arguments | (table or {}), both)
                     for arguments, given in found
@@ -335,7 +335,7 @@ def _arguments(
     return found
 
 
-def _table(value: Value) -> Arguments | None:
+def table_of(value: Value) -> Arguments | None:
     """Return the arguments that ``**table`` gives, by name; None if they are unknown."""
     display = as_display(value.node) if isinstance(value, Made) else None
     if not isinstance(display, ast.Dict) or not isinstance(value, Made):

@@ -46,6 +46,7 @@ class FunctionOutline:
         self.scopes: tuple[FunctionOutline, ...] = (self,) if parent is None else (self, *parent.scopes)
         self.params: list[str] = []
         self.defaults: dict[str, ast.expr] = {}
+        self.annotations: dict[str, ast.expr] = {}  # of the parameters
         self.bindings: dict[str, list[Binding]] = {}
         self.returns: list[ast.expr | None] = []
         self.functions: dict[str, FunctionOutline] = {}
@@ -65,7 +66,9 @@ class FunctionOutline:
 
     def _add_parameters(self, arguments: ast.arguments) -> None:
         positional = [*arguments.posonlyargs, *arguments.args]
-        self.params += [argument.arg for argument in [*positional, *arguments.kwonlyargs]]
+        named = [*positional, *arguments.kwonlyargs]
+        self.params += [argument.arg for argument in named]
+        self.annotations = {each.arg: each.annotation for each in named if each.annotation is not None}
         first = len(positional) - len(arguments.defaults)
         for argument, default in zip(positional[first:], arguments.defaults, strict=True):
             self.defaults[argument.arg] = default

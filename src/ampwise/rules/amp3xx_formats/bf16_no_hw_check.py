@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.cases import ALWAYS, FALSE, Limit, conditions_at, joined
+from ampwise.check.source.defaults import defaults_of, last_word
 from ampwise.check.source.half_models import half_optimizers, sharded_in
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.modes import Autocast, entered_by, is_off_gpu
@@ -53,7 +54,6 @@ CHECKS_HARDWARE = LazyPattern(
     re.IGNORECASE,
 )
 NOT_CUDA = ("cpu", "mps", "xla", "hpu")  # not CUDA devices
-LAST_WORD = LazyPattern(r"(\w+)\W*$")
 CALLED = LazyPattern(r"\(")
 ABOUT_DTYPE = LazyPattern(r"dtype|precision|bf16|bfloat16|amp|half", re.IGNORECASE)
 ABOUT_BF16 = LazyPattern(r"bf16|bfloat16", re.IGNORECASE)
@@ -147,7 +147,7 @@ def _may_be_on_cuda(autocast: Autocast, code: SourceFile) -> bool:
         return autocast.device not in NOT_CUDA
     device = argument_of(autocast.node, "device_type", 0) if isinstance(autocast.node, ast.Call) else None
     name = (dotted_text(device) or "").rpartition(".")[2] if device is not None else ""
-    values = _defaults(code).get(name, set())
+    values = defaults_of(code).get(name, set())
     return not values or not values <= set(NOT_CUDA)
 
 
@@ -156,37 +156,13 @@ def _is_likely(option: str, limit: Limit, code: SourceFile) -> bool:
     among = limit.among or frozenset()
     if among and among <= set(NOT_CUDA):
         return False
-    name = LAST_WORD.search(option)
-    defaults = _defaults(code).get(name[1], set()) if name is not None else set()
+    name = last_word(option)
+    defaults = defaults_of(code).get(name, set())
     if not any(isinstance(value, str) and value.lower() in SPELLINGS for value in among | limit.without):
         # A flag, a phase, a device; one called `use_bf16` is the user's choice, if the script does not set it.
-        is_asked = name is not None and ABOUT_BF16.search(name[1]) and not CALLED.search(option)
+        is_asked = ABOUT_BF16.search(name) and not CALLED.search(option)
         return not is_asked or True in defaults or bool(among & FALSE)
     return any(value not in limit.without and (not among or value in among) for value in defaults)
-
-
-@functools.lru_cache(maxsize=2)
-def _defaults(code: SourceFile) -> dict[str, set[str | bool]]:
-    """Return the strings and flags that options, fields, constants and parameters have by default, by name."""
-    found: dict[str, set[str | bool]] = {}
-    pairs: list[tuple[str | None, ast.expr | None]] = []
-    for target, value in code.assignments:
-        pairs.append(((dotted_text(target) or "").rpartition(".")[2], value))
-    for function in code.outline.functions:
-        pairs += function.defaults.items()
-    for call in code.nodes(ast.Call):
-        pairs += [(word.arg, word.value) for word in call.keywords]
-        method, first = method_called(call), call.args[0] if call.args else None
-        if method in ("add_argument", "option") and first is not None:
-            options = [str(part.value) for part in call.args if isinstance(part, ast.Constant)]
-            option = next((text for text in options if text.startswith("--")), "")
-            pairs.append((option.lstrip("-").replace("-", "_"), argument_of(call, "default")))
-        elif method in ("get", "pop", "setdefault") and len(call.args) == 2 and isinstance(first, ast.Constant):
-            pairs.append((str(first.value), call.args[1]))
-    for name, value in pairs:
-        if name and isinstance(value, ast.Constant) and isinstance(value.value, str | bool):
-            found.setdefault(name, set()).add(value.value)
-    return found
 
 
 def _low_thresholds(code: SourceFile) -> Findings:
