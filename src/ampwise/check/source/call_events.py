@@ -13,7 +13,7 @@ from ampwise.check.source.frame import Frame
 from ampwise.check.source.guards import guards_of
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import arguments_given, code_of, dotted_text, last_name, method_called
-from ampwise.check.source.outline import ClassOutline
+from ampwise.check.source.outline import ClassOutline, FileOutline
 from ampwise.check.source.torch_names import CLIPS, MODEL_NAME, OPTIMIZER, SCALER, SCHEDULER, role_of_name
 from ampwise.check.source.tree_walk import walk
 
@@ -296,10 +296,15 @@ _SPECIAL = {
 
 def manages_scaling(node: ast.expr, frame: Frame) -> bool:
     """Whether an object does the scaled backward and the step for a script: ``amp`` in ``amp.step(optimizer)``."""
-    if not MANAGER_CLASS.search(frame.outline.script.text) or not isinstance(node, ast.Name | ast.Attribute):
+    if not isinstance(node, ast.Name | ast.Attribute) or not _names_manager(frame.outline):
         return False
     calls = [(value, home) for value, home in frame.values(node) if isinstance(value, ast.Call)]
     return any(MANAGER_CLASS.search(last_name(one.func)) and home.definition(one.func) is None for one, home in calls)
+
+
+@functools.lru_cache(maxsize=256)  # a search of the whole file
+def _names_manager(outline: FileOutline) -> bool:
+    return MANAGER_CLASS.search(outline.script.text) is not None
 
 
 def _name_of(func: ast.expr, frame: Frame) -> str:

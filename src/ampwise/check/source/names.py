@@ -78,7 +78,7 @@ def dotted_text(node: ast.AST) -> str | None:
 @functools.lru_cache(maxsize=10_000)  # the same few tests and arguments, again in each context
 def code_of(node: ast.AST) -> str:
     """Return the code of a node in its normal form, as ``ast.unparse``."""
-    return ast.unparse(node)
+    return dotted_text(node) or ast.unparse(node)  # most are plain names, for which `unparse` takes long
 
 
 def last_name(node: ast.expr) -> str:

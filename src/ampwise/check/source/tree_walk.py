@@ -1,4 +1,4 @@
-"""Walks over a syntax tree, as those of ``ast``, in a quarter of the time.
+"""Walks over a syntax tree, as those of ``ast``, in a fraction of the time.
 
 They leave out the nodes that have neither a position nor nodes below them: contexts such as ``Load``, and operators.
 """
@@ -13,15 +13,28 @@ _MARKS = (ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
 _VALUES = (int, str, type(None), bool, float, complex, bytes, type(...))
 # By class, since one look into a set is faster than `isinstance` with many classes.
 NOT_WALKED = frozenset([*_VALUES, *[kind for mark in _MARKS for kind in mark.__subclasses__()]])
+# Fields that never hold a node to walk; those of a name that sometimes does, such as ``value``, are looked at.
+_WITHOUT_NODES = (
+    *("ctx", "op", "ops", "id", "attr", "arg", "kind", "type_comment", "conversion", "level", "module", "simple"),
+    *("is_async", "type_ignores", "rest", "kwd_attrs"),
+)
+_FIELDS = {
+    kind: tuple([name for name in kind._fields if name not in _WITHOUT_NODES])
+    for kind in vars(ast).values()
+    if isinstance(kind, type) and issubclass(kind, ast.AST)
+}
 
 
 def children(node: ast.AST) -> list[ast.AST]:
     """Return the nodes directly below a node, in order of the source."""
     found: list[ast.AST] = []
-    for child in node.__dict__.values():  # the fields in order, then the position
+    held = node.__dict__
+    for name in _FIELDS[node.__class__]:
+        child = held.get(name)
         kind = child.__class__
         if kind is list:
-            found += [part for part in child if part.__class__ not in NOT_WALKED]
+            if child:
+                found += [part for part in child if part.__class__ not in NOT_WALKED]
         elif kind not in NOT_WALKED:
             found.append(child)
     return found
