@@ -428,6 +428,37 @@ FAULTS = {
             clip_grad_norm_(params, 1.0)  # expect: AMP637
             optimizer.step()
     """,
+    "NaN in gradients replaced by a hook": """
+        def clean(gradient):
+            return torch.where(torch.isfinite(gradient), gradient, 0.0)  # expect: AMP638
+
+        model, distance = nn.Linear(8, 1), nn.Linear(8, 1, bias=False)
+        distance.weight.register_hook(clean)
+        optimizer = SGD([*model.parameters(), *distance.parameters()], lr=0.01)
+        for step in range(20):
+            optimizer.zero_grad()
+            (model(x).square() + distance(x * (step % 2)).abs().sqrt()).mean().backward()
+            optimizer.step()
+    """,
+    "NaN in gradients overwritten by hand": """
+        model, distance = nn.Linear(8, 1), nn.Linear(8, 1, bias=False)
+        optimizer = SGD([*model.parameters(), *distance.parameters()], lr=0.01)
+        for step in range(20):
+            optimizer.zero_grad()
+            (model(x).square() + distance(x * (step % 2)).abs().sqrt()).mean().backward()
+            bad = distance.weight.grad != distance.weight.grad
+            distance.weight.grad.masked_fill_(bad, 0.0)  # expect: AMP638
+            optimizer.step()
+    """,
+    "NaN in gradients overwritten in their data": """
+        model, distance = nn.Linear(8, 1), nn.Linear(8, 1, bias=False)
+        optimizer = SGD([*model.parameters(), *distance.parameters()], lr=0.01)
+        for step in range(20):
+            optimizer.zero_grad()
+            (model(x).square() + distance(x * (step % 2)).abs().sqrt()).mean().backward()
+            distance.weight.grad.data.nan_to_num_()  # expect: AMP638
+            optimizer.step()
+    """,
     "NaN in gradients replaced": """
         model, distance = nn.Linear(8, 1), nn.Linear(8, 1, bias=False)
         optimizer = SGD([*model.parameters(), *distance.parameters()], lr=0.01)
@@ -868,6 +899,17 @@ FINE = {
         model.eval()
         with torch.no_grad():
             model(x)
+    """,
+    "questions about finite gradients, and about other values": """
+        model = nn.Linear(8, 1)
+        model.weight.register_hook(lambda gradient: torch.where(gradient.isfinite(), gradient, 0.0))
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            for values in (torch.tensor([1.0, torch.nan]), model.weight.grad * torch.inf):
+                values[torch.isnan(values)] = 0.0
+            optimizer.step()
     """,
     "two optimizers that take turns": """
         model = mlp()

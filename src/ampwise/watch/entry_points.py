@@ -188,6 +188,7 @@ class EntryPoints:
         if isinstance(weights, tuple | list) and all(each is None for each in weights):  # as torch passes it
             weights = None
         with self._guard:
+            self._watch.cleaned.forget()
             self._watch.learning.backward_begins(tensors, partly=kwargs.get("inputs") is not None or len(args) > 3)
             backward_pass = self._tracker.backward_begins(tensors, weights)
             if backward_pass is not None:
@@ -312,6 +313,7 @@ class EntryPoints:
                 if first_device([optimizer]).type == "cpu":  # on a GPU this would sync
                     self._watch.bad_steps.gradients_unusable(optimizer, state)
             self._tracker.zeroed(thing)
+            self._watch.cleaned.forget()
         return original(thing, *args, **kwargs)
 
     def followed_step(self, optimizer: Any, compiled: Function) -> Function:

@@ -14,7 +14,7 @@ from torch.utils.data.sampler import SequentialSampler
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
 from ampwise.watch.always_dropped import functional_dropout, random_position
-from ampwise.watch.inspection import inner_model, parameters_of, tensors_in, unwrapped
+from ampwise.watch.inspection import inner_model, tensors_in, unwrapped
 from ampwise.watch.learning import CountedCalls, Learning, LoaderUse, ModelModes, ScheduleUse
 from ampwise.watch.tracked import TrackedOptimizer
 from ampwise.watch.tracker import CallTracker
@@ -210,19 +210,6 @@ class LoopWatch:
             self._facts.useful_clips[site] += 1
             for _, state in owners:
                 self._facts.clip_limits[state.index] = (site, limit)
-
-    def nan_replaced(self, what: str) -> None:
-        """Note that a call replaces NaN or infinities of a loss or a gradient."""
-        calls = self._facts.nan_replaced.setdefault(
-            calling_site(), CountedCalls(step=self._tracker.steps + 1, what=what)
-        )
-        calls.times += 1
-
-    def is_gradient(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the gradient of a parameter of an optimizer, or is being computed as one."""
-        if torch._C._current_autograd_node() is not None:
-            return True
-        return any(each.grad is tensor for one, _ in self._tracker.optimizers.pairs() for each in parameters_of(one))
 
     def update(self) -> None:
         """Bring the facts up to date."""

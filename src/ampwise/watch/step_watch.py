@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ampwise.finding.call_site import CallSite
 from ampwise.runs.writer import RecordWriter
 from ampwise.watch.bad_step_watch import BadStepWatch
+from ampwise.watch.cleaned_gradients import CleanedGradients
 from ampwise.watch.findings import Findings
 from ampwise.watch.gradient_health import BadStep, GradientHealth
 from ampwise.watch.gradients import GradientReader, ReadStep, WeightComparison, copy_weights, is_ours, outcome_of
@@ -93,6 +94,7 @@ class StepWatch:
         self._learned = Learning()
         self.learning = LearningWatch(self._learned, self.tracker)
         self.loop = LoopWatch(self._learned, self.tracker)
+        self.cleaned = CleanedGradients(self._learned, self.tracker)
         self.replicas = ReplicaSums()
         self.ties, self.averages = TiedWeights(self._learned), HalfAverages(self._learned)
         self.bad_steps = BadStepWatch(
@@ -247,6 +249,7 @@ class StepWatch:
             with self._paused():
                 self._names_of(optimizer, state)
                 self.learning.step_begins(optimizer, state)
+                self.cleaned.step_begins(optimizer, state.steps + 1)
                 self.replicas.step_begins(optimizer, state)
             self.bad_steps.note_norm(optimizer, state)
             state.update = None if state.plain or state.poisoned else KeptUpdate.before(optimizer)

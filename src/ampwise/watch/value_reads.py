@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from math import isfinite
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ampwise.trace.call_site import code_owner
+from ampwise.trace.call_site import calling_site, code_owner
 from ampwise.trace.replay import is_finite
 from ampwise.trace.value_ranges import readable_values
 from ampwise.watch.patches import Patches
@@ -33,10 +34,10 @@ class ValueReads:
         for name in ("item", "__float__"):
             patches.replace(Tensor, name, self._wrapped_read)
         for name in ("isnan", "isinf", "isfinite"):
-            patches.replace(torch, name, self._wrapped_question)
-            patches.replace(Tensor, name, self._wrapped_question)
+            patches.replace(torch, name, partial(self._wrapped_question, bad_is=name != "isfinite"))
+            patches.replace(Tensor, name, partial(self._wrapped_question, bad_is=name != "isfinite"))
         for name in ("__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
-            patches.replace(Tensor, name, self._wrapped_comparison)
+            patches.replace(Tensor, name, partial(self._wrapped_comparison, name))
         patches.replace(Tensor, "numpy", self._wrapped_question)
         for name in ("nan_to_num", "nan_to_num_"):
             patches.replace(torch, name, self._wrapped_replacement)
@@ -72,8 +73,23 @@ class ValueReads:
 
         return read
 
-    def _wrapped_question(self, original: Function) -> Function:
-        """Return a function such as ``torch.isnan`` that looks at a loss that is not finite."""
+    def _asked_about(self, frame: FrameType, tensor: Tensor) -> None:
+        """Note that the script itself asks about values, of which some are not finite: perhaps of a gradient."""
+        if code_owner(frame.f_code.co_filename) != "own":
+            return
+        with self._guard, self._follows.paused():
+            is_gradient = self._watch.cleaned.is_gradient(tensor)
+        if is_gradient:
+            if self._skipper.on:
+                self._follow_again()
+            with self._guard:
+                self._watch.cleaned.asked(tensor)
+
+    def _wrapped_question(self, original: Function, bad_is: bool | None = None) -> Function:
+        """Return a function such as ``torch.isnan`` that looks at a loss or a gradient that is not finite.
+
+        bad_is: what the function answers for values that are not finite.
+        """
         follows = self._follows
 
         def ask(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -86,17 +102,23 @@ class ValueReads:
                     is_bad = value is not None and bool(value.isnan().any())
                 if is_bad:
                     self._read_by(sys._getframe(1), tensor)
+                elif bad_is is not None and _may_be_gradient(tensor) and _is_bad_somewhere(answer, bad_is=bad_is):
+                    self._asked_about(sys._getframe(1), tensor)
             return answer
 
         return ask
 
-    def _wrapped_comparison(self, original: Function) -> Function:
+    def _wrapped_comparison(self, name: str, original: Function) -> Function:
         """Return a comparison, such as ``loss != loss``, that looks at a loss that is not finite."""
         follows = self._follows
 
         def compare(tensor: Tensor, other: Any) -> Any:
             answer = original(tensor, other)
-            if (
+            if tensor is other and name == "__ne__" and tensor.numel() > 1:  # true for NaN only
+                is_seen = _may_be_gradient(tensor) and not torch.compiler.is_compiling() and follows()
+                if is_seen and _is_bad_somewhere(answer, bad_is=True):
+                    self._asked_about(sys._getframe(1), tensor)
+            elif (
                 tensor.numel() == 1
                 and tensor.is_cpu  # elsewhere this would sync
                 and tensor.is_floating_point()
@@ -120,8 +142,9 @@ class ValueReads:
             with self._guard:
                 is_loss = tensor.numel() == 1 and tensor.requires_grad
                 if (is_loss or not tensor.requires_grad) and not is_finite(tensor.detach()):
-                    if is_loss or self._watch.loop.is_gradient(tensor):
-                        self._watch.loop.nan_replaced("loss" if is_loss else "gradient")
+                    if is_loss or self._watch.cleaned.is_gradient(tensor):
+                        what, step = "loss" if is_loss else "gradient", self._watch.tracker.steps + 1
+                        self._watch.cleaned.replaced(calling_site(), what, step)
                     if is_loss:
                         self._read_by(sys._getframe(1), tensor)
             return original(tensor, *args, **kwargs)
@@ -133,6 +156,16 @@ def _is_bad(tensor: Tensor) -> bool:
     """Whether a single value is not finite; False if it cannot be read, as in vmap or a trace without values."""
     value = readable_values(tensor)
     return value is not None and value.numel() == 1 and not isfinite(value)
+
+
+def _may_be_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor may be a gradient that can be looked at without a sync."""
+    return tensor.grad_fn is None and tensor.is_cpu and not tensor.requires_grad and readable_values(tensor) is not None
+
+
+def _is_bad_somewhere(answer: Tensor, *, bad_is: bool) -> bool:
+    """Whether an answer for each value says for any that it is not finite."""
+    return bool(answer.any()) if bad_is else not answer.all()
 
 
 def _is_same(tensor: Tensor, other: Any) -> bool:
