@@ -6,6 +6,7 @@
 gpt1300m, d4096   a GPT of 1.3 B parameters, and one of 8 layers and width 4096: BF16 against every recipe.
 roofline_gpt1300m, roofline_d4096
                   where the time of their steps goes, kernel by kernel, and what FP8 could gain at most.
+layers_5b         the four linear layers of a block of a GPT of 5 B parameters, alone: with casts, and matmuls only.
 never_slower_compiled, never_slower_eager
                   Fp8("measured") against BF16 on the four models of benchmarks/subjects.py.
 
@@ -25,6 +26,8 @@ import torch
 from torch import nn
 
 from ampwise import Engine, Fp8
+from ampwise.train.float8.fp8_cast import E4M3, E5M2
+from ampwise.train.float8.layer_forward import AmpwiseForward, install_forward
 from ampwise.tune.train_case import TrainCase, make_factory
 from benchmarks import subjects
 from benchmarks.gpt import GPT, Shape
@@ -53,6 +56,13 @@ KINDS = {  # kernels by name, the first that fits; cuBLAS writes FP8 operands as
     "clip and optimizer": r"adam|check_kernel|multi_tensor|decide",
     "fused by torch.compile": r"^triton_",
 }
+TOKENS_5B = 31 * 512
+LAYERS_5B = (
+    ("queries, keys, values", 4096, 3 * 4096),
+    ("projection", 4096, 4096),
+    ("up", 4096, 16384),
+    ("down", 16384, 4096),
+)
 H200_FP8 = 1979e12  # dense, datasheet
 ROUNDS, CALLS = 7, 3
 
@@ -207,6 +217,75 @@ def roofline(name: str, shape: Shape) -> Result:
     return result
 
 
+def layers_5b() -> Result:
+    """Linear layers alone, in the shapes for which NVIDIA publishes Transformer Engine's gains."""
+    result = Result(
+        name="fp8_layers_gpu",
+        title=f"Linear layers alone, {TOKENS_5B} tokens: FP8 with current scales",
+        claim="Forward and backward of each layer, compiled, with weights and inputs in BF16 and all casts; and the "
+        "same three matmuls of operands that are in FP8 already. In turns with BF16.",
+        columns=["layer", "inputs", "outputs", "BF16 ms", "FP8 ms", "× over BF16", "matmuls BF16 ms", "FP8 ms", "×"],
+    )
+    sums = [0.0] * 4
+    for name, inputs, outputs in LAYERS_5B:
+        torch._dynamo.reset()
+        whole = alternate([_layer("bf16", inputs, outputs), _layer("fp8", inputs, outputs)], rounds=ROUNDS, calls=20)
+        bare = alternate([_matmuls("bf16", inputs, outputs), _matmuls("fp8", inputs, outputs)], rounds=ROUNDS, calls=20)
+        ms = [each.median_ms for each in (*whole, *bare)]
+        sums = [total + each for total, each in zip(sums, ms, strict=True)]
+        result.rows.append([name, inputs, outputs, *ms[:2], whole[0].ratio(whole[1]), *ms[2:], bare[0].ratio(bare[1])])
+        torch.cuda.empty_cache()
+    result.rows.append(["all", "", "", *sums[:2], sums[0] / sums[1], *sums[2:], sums[2] / sums[3]])
+    result.notes.append(
+        "Shapes of Transformer Engine's published example of 5 B parameters: width 4096, 16384 within, 31 × 512 "
+        "tokens. A layer alone finds the magnitudes of its operands itself; in a model torch.compile finds most "
+        "of them in the kernels before it."
+    )
+    return result
+
+
+def _layer(name: str, inputs: int, outputs: int) -> Contender:
+    layer = nn.Linear(inputs, outputs, bias=False, device="cuda", dtype=torch.bfloat16)
+    if name == "fp8":
+        install_forward(layer, AmpwiseForward(e5m2=True))
+    layer.compile(dynamic=False)
+    x = torch.randn(TOKENS_5B, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn(TOKENS_5B, outputs, device="cuda", dtype=torch.bfloat16)
+
+    def work() -> None:
+        x.grad = layer.weight.grad = None
+        layer(x).backward(gradient)
+
+    return _warm(Contender(name=name, work=work))
+
+
+def _matmuls(name: str, inputs: int, outputs: int) -> Contender:
+    """The output, the input's gradient and the weight's gradient."""
+    shapes = ((TOKENS_5B, inputs, outputs), (TOKENS_5B, outputs, inputs), (outputs, TOKENS_5B, inputs))
+    operands = [
+        [torch.randn(size, inner, device="cuda", dtype=torch.bfloat16) for size in (rows, columns)]
+        for rows, inner, columns in shapes
+    ]
+    one = torch.ones((), device="cuda")
+    if name == "fp8":
+        operands = [[a.to(E4M3 if not place else E5M2), b.to(E4M3)] for place, (a, b) in enumerate(operands)]
+
+    def work() -> None:
+        for place, (a, b) in enumerate(operands):
+            if name == "fp8":
+                torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=not place)
+            else:
+                a @ b.t()
+
+    return _warm(Contender(name=name, work=work))
+
+
+def _warm(contender: Contender) -> Contender:
+    for _ in range(3):
+        contender.work()
+    return contender
+
+
 def kernel_ms(trained: Trained, steps: int = 2) -> dict[str, float]:
     """Milliseconds of a step by kind of kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -280,6 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "gpt1300m": lambda: speed("gpt1300m", GPT_1_3B, 1.20),
         "roofline_d4096": lambda: roofline("d4096", D4096),
         "roofline_gpt1300m": lambda: roofline("gpt1300m", GPT_1_3B),
+        "layers_5b": layers_5b,
         "never_slower_compiled": lambda: never_slower(compiled=True),
         "never_slower_eager": lambda: never_slower(compiled=False),
     }
