@@ -57,7 +57,13 @@ NOT_CUDA = ("cpu", "mps", "xla", "hpu")  # not CUDA devices
 CALLED = LazyPattern(r"\(")
 ABOUT_DTYPE = LazyPattern(r"dtype|precision|bf16|bfloat16|amp|half", re.IGNORECASE)
 ABOUT_BF16 = LazyPattern(r"bf16|bfloat16", re.IGNORECASE)
+OTHER_DTYPE = LazyPattern(r"(?<!b)float16|fp16|float32|fp32|half")
 CHECKS_BF16 = LazyPattern(r"bf16_support|is_bf16|bfloat16_support")
+# A branch with such a word may choose a dtype, or end where the hardware is too old, or tell the user.
+DECIDES = LazyPattern(
+    r"dtype|precision(?!\(['\"]high)|bf16|float16|fp16|amp|half|raise|exit|return|assert|warn|print|log", re.I
+)
+PRINTS = ("print", "info", "debug", "log", "write")
 FOLLOW = 3  # names
 
 
@@ -116,11 +122,39 @@ def _names_bf16(cast: ast.Call) -> ast.expr:
 
 
 def _asks_hardware(code: SourceFile) -> bool:
-    """Whether the file asks anywhere what the GPU supports."""
-    names = [node.attr for node in code.nodes(ast.Attribute)] + [node.id for node in code.nodes(ast.Name)]
-    names += [function.name for function in code.outline.functions]
+    """Whether the file asks anywhere what the GPU supports, and does something about it."""
+    names = [function.name for function in code.outline.functions]
     names += [full.rpartition(".")[2] for full in code.outline.imports.names.values()]
-    return any(CHECKS_HARDWARE.search(name) for name in set(names))
+    if any(CHECKS_HARDWARE.search(name) for name in names):
+        return True
+    asked: list[ast.expr] = [node for node in code.nodes(ast.Attribute) if CHECKS_HARDWARE.search(node.attr)]
+    asked += [node for node in code.nodes(ast.Name) if CHECKS_HARDWARE.search(node.id)]
+    return any(not _is_beside(node, code) for node in asked)
+
+
+def _is_beside(question: ast.expr, code: SourceFile, depth: int = 0) -> bool:
+    """Whether a question to the hardware decides nothing about dtypes: it is only printed, or switches TF32 on."""
+    node: ast.AST = question
+    while not isinstance(node, ast.stmt | ast.IfExp):
+        node = code.script.parents[node]
+    if isinstance(node, ast.IfExp):  # of what is chosen, and for what
+        return not DECIDES.search(ast.unparse(code.script.statement(node)).replace(ast.unparse(node.test), ""))
+    if isinstance(node, ast.If) and question not in set(walk(node.test)):
+        return False
+    if isinstance(node, ast.If):
+        return not any(DECIDES.search(ast.unparse(statement)) for statement in [*node.body, *node.orelse])
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        return last_name(node.value.func) in PRINTS
+    if not isinstance(node, ast.Assign) or depth > FOLLOW:
+        return False
+    targets = [part for target in node.targets for part in walk(target)]
+    names = {part.id for part in targets if isinstance(part, ast.Name)}
+    if any(isinstance(part, ast.Attribute | ast.Subscript) for part in targets) or any(map(ABOUT_DTYPE.search, names)):
+        return False
+    home = code.function_at(node)
+    uses = [use for use in code.nodes(ast.Name) if use.id in names and isinstance(use.ctx, ast.Load)]
+    uses = [use for use in uses if home.parent is None or code.function_at(use) is home]
+    return bool(uses) and all(_is_beside(use, code, depth + 1) for use in uses)
 
 
 def _may_be_bf16(autocast: AutocastContext, code: SourceFile) -> bool:
@@ -171,11 +205,14 @@ def _low_thresholds(code: SourceFile) -> Findings:
     if not ("capability" in text or "get_device_properties" in text) or not ABOUT_BF16.search(text):
         return
     for node in code.nodes(ast.Compare):
-        least = _least(node) if len(node.ops) == 1 else None
-        is_low = least is not None and least < (8, 0)
-        if is_low and _is_capability(node.left, code.frame(code.function_at(node))) and _decides_bf16(node, code):
-            passes = f"{least[0]}.{least[1]}" if least is not None else ""
-            yield RULE.at(code.script.place(node), f"BF16 needs compute capability 8.0, but this lets {passes} pass")
+        limit = _limit(node) if len(node.ops) == 1 else None
+        if limit is None or limit[0] >= (8, 0):
+            continue
+        (major, minor), is_passed = limit
+        frame = code.frame(code.function_at(node))
+        if _is_capability(node.left, frame) and (_decides_bf16(node, code) if is_passed else _else_is_bf16(node, code)):
+            message = f"BF16 needs compute capability 8.0, but this lets {major}.{minor} pass"
+            yield RULE.at(code.script.place(node), message)
 
 
 def _is_capability(node: ast.expr, frame: Frame, depth: int = 0) -> bool:
@@ -187,6 +224,11 @@ def _is_capability(node: ast.expr, frame: Frame, depth: int = 0) -> bool:
         return any(
             "get_device_properties" in ast.unparse(value.node) for value in frame.values(node.value) if value.node
         )
+    if isinstance(node, ast.Tuple) and len(node.elts) == 2:
+        return _is_capability(node.elts[0], frame, depth)
+    if isinstance(node, ast.BinOp):  # major * 10 + minor, or major + minor / 10
+        left = node.left.left if isinstance(node.left, ast.BinOp) else node.left
+        return isinstance(node.op, ast.Add) and _is_capability(left, frame, depth)
     if isinstance(node, ast.Call):
         return method_called(node) == "get_device_capability" or last_name(node.func) == "get_device_capability"
     if not isinstance(node, ast.Name | ast.Attribute) or depth > FOLLOW:
@@ -239,18 +281,45 @@ def _tests(code: SourceFile) -> dict[ast.expr, bool]:
     return found
 
 
-def _least(node: ast.Compare) -> tuple[int, int] | None:
-    """Return the smallest capability that passes."""
+def _else_is_bf16(node: ast.Compare, code: SourceFile) -> bool:
+    """Whether a comparison such as ``major < 7`` chooses another dtype, and BF16 where it does not hold."""
+    choice: ast.AST = node
+    while isinstance(choice, ast.expr) and not isinstance(choice, ast.IfExp):
+        choice = code.script.parents[choice]
+    if isinstance(choice, ast.IfExp):
+        body, other = [choice.body], [choice.orelse]
+    elif isinstance(choice, ast.If) and len(choice.body) == 1:
+        body, other = choice.body, choice.orelse or _next_to(choice, code)
+    else:
+        return False
+    text = ast.unparse(other[0]) if other else ""
+    return bool(OTHER_DTYPE.search(ast.unparse(body[0])) and ABOUT_BF16.search(text) and not OTHER_DTYPE.search(text))
+
+
+def _next_to(statement: ast.If, code: SourceFile) -> list[ast.stmt]:
+    """Return what follows an ``if`` that returns."""
+    around = getattr(code.script.parents.get(statement), "body", [])
+    leaves = statement in around and isinstance(statement.body[-1], ast.Return)
+    return around[around.index(statement) + 1 :] if leaves else []
+
+
+def _limit(node: ast.Compare) -> tuple[tuple[int, int], bool] | None:
+    """Return the smallest capability on the upper side of a comparison, and whether the comparison holds there."""
     try:
         limit = ast.literal_eval(node.comparators[0])
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
     numbers = limit if isinstance(limit, tuple) else (limit,)
-    if not 1 <= len(numbers) <= 2 or not all(isinstance(number, int) for number in numbers):
+    if not 1 <= len(numbers) <= 2 or not all(isinstance(number, int | float) for number in numbers):
         return None
-    major, minor = (*numbers, 0)[:2]
-    if isinstance(node.ops[0], ast.GtE):
-        return major, minor
-    if isinstance(node.ops[0], ast.Gt):
-        return (major + 1, 0) if len(numbers) == 1 else (major, minor + 1)
+    if isinstance(node.left, ast.BinOp) or isinstance(numbers[0], float) or numbers[0] >= 30:  # 7.5 or 75
+        tenths = numbers[0] if numbers[0] >= 30 else numbers[0] * 10
+        numbers = divmod(round(tenths), 10)
+    major, minor = (*map(int, numbers), 0)[:2]
+    operator = node.ops[0]
+    if isinstance(operator, ast.GtE | ast.Lt):
+        return (major, minor), isinstance(operator, ast.GtE)
+    if isinstance(operator, ast.Gt | ast.LtE):
+        above = (major + 1, 0) if len(numbers) == 1 else (major, minor + 1)
+        return above, isinstance(operator, ast.Gt)
     return None
