@@ -10,10 +10,10 @@ from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.modes import NO_AUTOCAST, ON, UNSEEN, modes_of
 from ampwise.check.source.names import arguments_given, dotted_text, method_called
-from ampwise.check.source.precision import argument_of, autocast_of, literal_bool
+from ampwise.check.source.precision import NO_CONTEXT, argument_of, autocast_of, literal_bool
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.tensor_dtypes import KEEPS, TAKES_HALF, TAKES_SINGLE
-from ampwise.check.source.torch_names import AUTOCASTS, GRAD_SCALERS, MODEL_NAME
+from ampwise.check.source.torch_names import AUTOCASTS, DTYPES, FP32, GRAD_SCALERS, MODEL_NAME
 from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
@@ -59,6 +59,7 @@ OTHERWISE = LazyPattern(
     r"\.(half|bfloat16)\(\)|MixedPrecision|deepspeed|accelerat|fp8|fully_shard|apex\b(?<!\wapex)|torch_dtype|set_default_dtype"
 )
 TOLD = LazyPattern(r"(^|_)(fp16|amp|half|autocast|mixed_precision)($|_)")
+ASKS = LazyPattern(r"^(use_|enable_|with_|is_)?(amp|autocast|mixed_precision)(_enabled)?$|^use_(fp16|bf16)$")
 IN_TIME = LazyPattern(r"epoch|step|iter|warm|batch_?idx|\bi\b|<|>")  # FP32 at the start of training
 STEPS_BACK = 3  # assignments from the argument of a loss back to the forward
 HARMLESS = ast.Expr | ast.Assign | ast.AugAssign | ast.If | ast.Pass
@@ -79,7 +80,8 @@ def check_source(code: SourceFile) -> Findings:
             if autocast is not None and autocast.known and autocast.may_be_on:
                 found.append((manager, "no forward or loss is computed in this autocast region"))
     reported: set[ast.AST] = set()
-    found += [*_never_used(code), *_always_disabled(code), *_only_the_loss(code), *_beside_autocast(code)]
+    found += [*_never_used(code), *_on_the_wrong_side(code), *_always_disabled(code), *_only_the_loss(code)]
+    found += [*_beside_autocast(code), *_on_another_device(code)]
     for node, message in found:
         if node not in reported:
             reported.add(node)
@@ -111,16 +113,75 @@ def _nothing_to_cast(body: list[ast.stmt]) -> bool:
 
 
 def _never_used(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
-    """Yield autocasts held in a local name that nothing reads."""
+    """Yield autocasts held in a name, or in an attribute of a trainer, that nothing reads."""
     if OTHERWISE.search(code.script.text):
         return
-    for function in code.outline.functions[1:]:
-        for name, bindings in function.bindings.items():
-            for value in [binding.value for binding in bindings if isinstance(binding.value, ast.Call)]:
-                if name.isidentifier() and code.outline.imports.qualified(value.func) in AUTOCASTS:
-                    names = (node for node in walk(function.node) if isinstance(node, ast.Name) and node.id == name)
-                    if name not in function.outside and all(isinstance(node.ctx, ast.Store) for node in names):
-                        yield value, f"this autocast is held in `{name}` and never entered: it needs a `with`"
+    read = {node.attr for node in code.nodes(ast.Attribute) if isinstance(node.ctx, ast.Load)}
+    names = [node for node in code.nodes(ast.Name) if isinstance(node.ctx, ast.Load)]
+    for assignment in code.nodes(ast.Assign):
+        arms = [assignment.value]
+        if isinstance(assignment.value, ast.IfExp):
+            arms = [assignment.value.body, assignment.value.orelse]
+        made = [
+            arm for arm in arms if isinstance(arm, ast.Call) and code.outline.imports.qualified(arm.func) in AUTOCASTS
+        ]
+        name = dotted_text(assignment.targets[0]) or ""
+        if not made or len(assignment.targets) > 1:
+            continue
+        function = code.function_at(assignment)
+        if name.isidentifier():
+            within = [
+                node for node in names if node.id == name and function.lines[0] <= node.lineno <= function.lines[1]
+            ]
+            is_private = function.parent is not None and name not in function.outside
+            unread = not within and (is_private or (_trains_itself(code) and not code.project.importers(code.path)))
+        else:  # self.context, of a class that trains by itself
+            owner = function.owner
+            trains = owner is not None and any(".backward(" in method.text for method in owner.methods.values())
+            unread = trains and name == f"{function.self_name}.{name.rpartition('.')[2]}"
+            unread = unread and name.rpartition(".")[2] not in read and "getattr(" not in code.script.text
+        if unread:
+            yield made[0], f"this autocast is held in `{name}` and never entered: it needs a `with`"
+
+
+def _trains_itself(code: SourceFile) -> bool:
+    """Return whether the file has a whole training step."""
+    return any(region.has("backward", "scaled backward") and region.has("forward") for region in code.regions)
+
+
+def _on_the_wrong_side(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
+    """Yield autocasts that are on only where the option that asks for them is off: ``enabled=not use_amp``."""
+    if OTHERWISE.search(code.script.text):
+        return
+    choices = [(one.test, [one.body], [one.orelse]) for one in code.nodes(ast.IfExp)]
+    choices += [
+        (one.test, [one.body[0].value], [one.orelse[0].value])
+        for one in code.nodes(ast.If)
+        if len(one.body) == len(one.orelse) == 1
+        and isinstance(one.body[0], ast.Assign)
+        and isinstance(one.orelse[0], ast.Assign)
+        and ast.unparse(one.body[0].targets[0]) == ast.unparse(one.orelse[0].targets[0])
+    ]
+    for test, (where_on,), (where_off,) in choices:
+        is_negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+        option = test.operand if is_negated else test  # type: ignore[attr-defined]
+        if is_negated:
+            where_on, where_off = where_off, where_on
+        frame = code.frame(code.function_at(test))
+        nothing, autocast = (part.func if isinstance(part, ast.Call) else part for part in (where_on, where_off))
+        is_nothing = NO_CONTEXT.search(frame.qualified(nothing) or dotted_text(nothing) or "")
+        if _asks_for_autocast(option) and is_nothing and frame.qualified(autocast) in AUTOCASTS:
+            yield where_off, f"autocast is entered only where `{ast.unparse(option)}` is off"
+    for call in code.nodes(ast.Call):
+        enabled = argument_of(call, "enabled")
+        option = enabled.operand if isinstance(enabled, ast.UnaryOp) and isinstance(enabled.op, ast.Not) else None
+        if option is not None and _asks_for_autocast(option) and code.outline.imports.qualified(call.func) in AUTOCASTS:
+            yield call, f"autocast is enabled only where `{ast.unparse(option)}` is off"
+
+
+def _asks_for_autocast(option: ast.expr) -> bool:
+    name = (dotted_text(option) or "").rpartition(".")[2].lower()
+    return ASKS.search(name) is not None
 
 
 def _only_the_loss(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
@@ -248,7 +309,7 @@ def _always_disabled(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
     scalers = [call for call in calls if qualified(call.func) in GRAD_SCALERS]
     uses = {node for node in (*code.nodes(ast.Name), *code.nodes(ast.Attribute)) if qualified(node) in AUTOCASTS}
     entered = [call for call in calls if call.func in uses]
-    disabled = [call for call in entered if literal_bool(argument_of(call, "enabled")) is False]
+    disabled = [call for call in entered if _is_off(call, code)]
     # A file that disables its GradScaler as well means it, and FP8 has an autocast of its own.
     meant = "fp8" in code.script.text.lower() or any(
         literal_bool(argument_of(call, "enabled")) is False for call in scalers
@@ -259,10 +320,31 @@ def _always_disabled(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
             continue
         contexts = [e.context for e in region.events_of("forward") if not e.context.no_grad]
         innermost = [context.autocast for context in contexts if context.autocast is not None]
-        off = [autocast for autocast in innermost if autocast.enabled is False]
+        off = [one for one in innermost if isinstance(one.node, ast.Call) and _is_off(one.node, code)]
         if not off or len(off) < len(contexts):
             continue
         if never_on:
             yield off[0].node, "autocast is always disabled here: this trains in FP32"
         elif all(any(outer.known and outer.may_be_on for outer in context.autocasts) for context in contexts):
             yield off[0].node, "this switches the autocast around it off for the whole forward: it runs in FP32"
+
+
+def _is_off(call: ast.Call, code: SourceFile) -> bool:
+    """Whether an autocast is disabled, also by FP32 as its dtype, which torch disables with a warning."""
+    dtype = argument_of(call, "dtype")
+    is_single = dtype is not None and DTYPES.get(code.outline.imports.qualified(dtype) or "") == FP32
+    return is_single or literal_bool(argument_of(call, "enabled")) is False
+
+
+def _on_another_device(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
+    """Yield autocasts for the CPU around the forward of a step that a CUDA GradScaler takes."""
+    for mode in modes_of(code):
+        made, autocast = mode.scaler, mode.forward.context.autocast
+        if made.state != ON or made.node is None or made.frame is None or autocast is None:
+            continue
+        if autocast.device == "cpu" and autocast.frame.outline is code.outline and mode.autocast.device == "cpu":
+            name = made.frame.qualified(made.node.func) or ""
+            device = argument_of(made.node, "device", 0) if GRAD_SCALERS.get(name) is None else None
+            is_cuda = GRAD_SCALERS.get(name) == "cuda" or (isinstance(device, ast.Constant) and device.value == "cuda")
+            if is_cuda and not any("device" in option or "cuda" in option for option in mode.given):
+                yield autocast.node, "this autocast is for the CPU, but the GradScaler of this step is for CUDA"
