@@ -356,9 +356,11 @@ def _limited(frame: Frame, case: Case, members: frozenset[Any], equal: bool) -> 
         yield Case(Known((value.value in members) == equal), case.given)
     elif isinstance(value, Option):
         choices = choices_of(frame.outline).get(value.name.rpartition(".")[2])
-        if choices and not (choices & members) and all(isinstance(member, str) for member in members):
-            yield Case(Known(not equal), case.given)
-            return
+        if choices and all(isinstance(member, str) for member in members):
+            members &= choices
+            if not members:
+                yield Case(Known(not equal), case.given)
+                return
         inside = joined(case.given, {value.name: Limit(members)})
         outside = joined(case.given, {value.name: Limit(without=members)})
         yield from [Case(Known(equal), given) for given in (inside,) if given is not None]

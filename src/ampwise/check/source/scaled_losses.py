@@ -93,6 +93,7 @@ def _sources(node: ast.expr, frame: Frame, names: set[tuple[str, Frame]]) -> Ite
         while isinstance(func, ast.Subscript):  # in losses["mse"](x), losses is called, so it is not a loss
             func = func.value
         called.add(func)
+        called.update(_called_by_callee(call, frame))
     for part in walk(node):
         if part in called:
             continue
@@ -103,6 +104,18 @@ def _sources(node: ast.expr, frame: Frame, names: set[tuple[str, Frame]]) -> Ite
         elif isinstance(part, ast.Attribute) and frame.class_of(part.value) is not None:
             known = (value for value in frame.values(part) if value.node is not None or LOSS.search(part.attr))
             yield from (value for value in known if value.node is not part)
+
+
+def _called_by_callee(call: ast.Call, frame: Frame) -> list[ast.expr]:
+    """Return the arguments that the function which a call runs calls: of ``train_one(x, loss_fn)``, the second."""
+    target = frame.callee(call)
+    if target is None or not any(isinstance(part, ast.Name) and LOSS.search(part.id) for part in call.args):
+        return []
+    functions = {
+        part.func.id for part in walk(target[0].node) if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)
+    }
+    given = frame.enter(target[0], call, target[1]).arguments
+    return [argument for name, argument in given.items() if name in functions]
 
 
 def _sources_of_name(name: ast.Name, frame: Frame) -> Iterator[PossibleValue]:

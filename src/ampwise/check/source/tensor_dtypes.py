@@ -18,9 +18,10 @@ from ampwise.check.source.dictionary_changes import changes_of
 from ampwise.check.source.events import EventContext
 from ampwise.check.source.frame import Frame, PossibleValue
 from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.modes import UNKNOWN, entered_by
 from ampwise.check.source.names import arguments_given, dotted_text
 from ampwise.check.source.outline import FunctionOutline
-from ampwise.check.source.precision import argument_of, dtypes_of
+from ampwise.check.source.precision import AutocastContext, argument_of, dtypes_of
 from ampwise.check.source.project import SourceFile
 from ampwise.check.source.reaching_definitions import reaching_values
 from ampwise.check.source.sharding import sharded_models
@@ -392,7 +393,15 @@ def half_format(context: EventContext) -> str | None:
     autocast = context.autocast
     if autocast is None or not autocast.may_be_on or autocast.device == "cpu":
         return None
-    return next((dtype for dtype in (FP16, BF16) if dtype in (autocast.dtypes or ())), None)
+    dtypes = _entered(autocast)
+    return next((dtype for dtype in (FP16, BF16) if dtype in dtypes), None)
+
+
+@functools.lru_cache(maxsize=512)  # asked for every call under it
+def _entered(autocast: AutocastContext) -> set[str]:
+    """Return the half dtypes of an autocast, by the options that may be chosen together."""
+    asked = {one.dtype for one in entered_by(autocast)}
+    return asked if asked & {FP16, BF16} and UNKNOWN not in asked else set(autocast.dtypes or ())
 
 
 def _is_method(call: ast.Call, frame: Frame) -> bool:

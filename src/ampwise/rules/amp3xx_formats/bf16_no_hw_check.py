@@ -192,7 +192,8 @@ def _is_likely(option: str, limit: Limit, code: SourceFile) -> bool:
         return False
     name = last_word(option)
     defaults = defaults_of(code).get(name, set())
-    if not any(isinstance(value, str) and value.lower() in SPELLINGS for value in among | limit.without):
+    named = [value.lower() for value in among | limit.without if isinstance(value, str)]
+    if not any(value in SPELLINGS or ABOUT_BF16.search(value) for value in named):
         # A flag, a phase, a device; one called `use_bf16` is the user's choice, if the script does not set it.
         is_asked = ABOUT_BF16.search(name) and not CALLED.search(option)
         return not is_asked or True in defaults or bool(among & FALSE)

@@ -320,7 +320,7 @@ def _always_disabled(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
             continue
         contexts = [e.context for e in region.events_of("forward") if not e.context.no_grad]
         innermost = [context.autocast for context in contexts if context.autocast is not None]
-        off = [one for one in innermost if isinstance(one.node, ast.Call) and _is_off(one.node, code)]
+        off = [one for one in innermost if one.enabled is False or one.is_surely(FP32)]
         if not off or len(off) < len(contexts):
             continue
         if never_on:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.precision import argument_of
+from ampwise.check.source.reaching_definitions import reaching_values
 from ampwise.check.source.tensor_dtypes import (
     HALF,
     LIKELY_BF16,
@@ -48,6 +49,7 @@ LOSS_LAYERS = (
 )
 LAYERS = (*LOSS_LAYERS, "LogSoftmax")
 SCORES = LazyPattern(r"logit|score|pred")
+MOST_NAMES = 20  # between the scores of a loss and what its function gets
 TRAINS = (".backward(", ".zero_grad(", "caler(loss")
 NEEDS = (("autocast", "MixedPrecisionPolicy"), TRAINS, (*FUNCTIONS[:3], "log_softmax", "logsumexp", ".log(", *LAYERS))
 
@@ -93,15 +95,24 @@ def _given_by(call: ast.Call, tensor: ast.expr, context: EventContext, code: Sou
     """Return the call outside of autocast that gives the scores to a loss of this file, and the scores there."""
     frame = context.frame
     while frame.caller is not None and frame.call is not None and frame.caller.outline is code.outline:
-        names = [part.id for part in walk(tensor) if isinstance(part, ast.Name) and part.id in frame.arguments]
-        if not names:
+        names = [part for part in walk(tensor) if isinstance(part, ast.Name)]
+        for name in names:  # logits, for `flat = logits.reshape(-1, n)`
+            values = reaching_values(name, frame) if name.id not in frame.arguments else []
+            names += [part for value in values[:1] for part in walk(value.node) if isinstance(part, ast.Name)]
+            if len(names) > MOST_NAMES:
+                break
+        passed = next((name.id for name in names if name.id in frame.arguments), None)
+        if passed is None:
             break
-        call, tensor, frame = frame.call, frame.arguments[names[0]], frame.caller
+        call, tensor, frame = frame.call, frame.arguments[passed], frame.caller
     return call, tensor
 
 
 def _scores(call: ast.Call, context: EventContext) -> list[ast.expr]:
-    """Return the scores that a loss gets, or the first step of one; of an evaluation only those of whole losses."""
+    """Return the scores that a loss gets, or the first step of one; of an evaluation only those of whole losses.
+
+    An evaluation with one loss for each row, without reduction, ranks the rows.
+    """
     trains = not context.no_grad and _trains(context)
     layers = layers_called(call, context.frame)
     name, found = "", []
@@ -110,7 +121,9 @@ def _scores(call: ast.Call, context: EventContext) -> list[ast.expr]:
         found = [argument_of(call, "input", 0)]
     else:
         name, tensor = torch_operation(call, context.frame) or ("", None)
-        if name in (FUNCTIONS if trains else LOSSES) and argument_of(call, "dtype") is None:
+        reduction = argument_of(call, "reduction")
+        is_ranked = isinstance(reduction, ast.Constant) and reduction.value == "none" and context.no_grad
+        if name in (FUNCTIONS if trains else LOSSES) and argument_of(call, "dtype") is None and not is_ranked:
             found = [tensor]
     if name == "kl_div" and found:
         found.append(argument_of(call, "target", 1))
