@@ -53,6 +53,7 @@ MEASURES = LazyPattern(
 )
 VALIDATION_DATA = LazyPattern(r"(^|[^a-z])(val|valid|validation|dev)([^a-z]|$)", re.IGNORECASE)
 EVALUATION_DATA = LazyPattern(r"(^|[^a-z])(val|valid|validation|eval|test|dev)([^a-z]|$)")
+VALIDATES = LazyPattern(r"(^|[^a-z])(val|valid|validation|validate|evaluate)([^a-z]|$)")
 EVALUATES_ITSELF = LazyPattern(r"^(eval|valid|test|fit|score|train)")  # evaluate(model, data): its loop is not visible
 EVALUATES = LazyPattern(r"^_?(eval|valid|test)|(^|_)(eval|validation|validate|valid|val|test)(_|$)")
 TRAINS = LazyPattern(r"(^|_)(train|fit)(_|$)")
@@ -90,7 +91,8 @@ def check_source(code: SourceFile) -> Findings:
     trained = _models_trained(training)
     seen = EvaluationCode(traces, code)
     reported: set[object] = set()
-    for event in seen.forwards:
+    # A trained model before what is only named like one: `self.processor(x)` before `self.model(x)`.
+    for event in sorted(seen.forwards, key=lambda event: event.key not in trained):
         frame = seen.evaluation_of(event, trained)
         if frame is None or frame.outline is not code.outline:
             continue
@@ -197,7 +199,8 @@ class EvaluationCode:
         eval_mode = ".eval()" in frame.function.text
         is_another = bool(trained) and event.key is not None and event.key not in trained
         if _trains(frame):  # targets are computed without gradients too: it is validation only after model.eval()
-            return frame if context.no_grad and eval_mode and not is_another else None
+            is_validation = eval_mode or (event.key in trained and _is_asked_for(event, frame))
+            return frame if context.no_grad and is_validation and not is_another else None
         if is_another and named is None and frame.caller is not None:
             return None  # a teacher's, a reference's or a reward model's part of the training
         is_evaluation = context.no_grad or eval_mode or (loop is not None and named is not None)
@@ -282,6 +285,11 @@ def _is_aside(frame: Frame, loop: Loop | None) -> bool:
     if loop is not None and isinstance(loop.node, ast.While) and _trains(frame):
         return MEASURES.search(ast.unparse(loop.node).lower()) is None  # a text is generated after the training
     return MEASURES.search(function.text.lower()) is None
+
+
+def _is_asked_for(event: SourceEvent, frame: Frame) -> bool:
+    """Whether a condition around a loop over data says that it is a validation: ``if args.validate:``."""
+    return any(guard.holds and guard.frame is frame and VALIDATES.search(guard.text) for guard in event.context.guards)
 
 
 def _is_test_case(frame: Frame, text: str) -> bool:
