@@ -256,7 +256,32 @@ def _scaler_users(code: SourceFile) -> set[ClassOutline | None]:
                 given_away = _names_given_away(code)
             if is_scaler and (users or dotted_text(target) in (given_away or ())):
                 users.add(_owner(function))
-    return users
+    return users | apex_users(code)
+
+
+@functools.lru_cache(maxsize=4)
+def apex_users(code: SourceFile) -> set[ClassOutline | None]:
+    """Return the classes that scale losses by ``apex.amp``, with a scale that changes and is nowhere saved."""
+    text = code.script.text
+    found: set[ClassOutline | None] = set()
+    for call in code.nodes(ast.Call) if "scale_loss(" in text and "apex" in text else ():
+        function = code.function_at(call)
+        package, _, name = (code.frame(function).qualified(call.func) or "").rpartition(".")
+        if package != "apex.amp":
+            continue
+        if name == "scale_loss":
+            found.add(_owner(function))
+        elif name in ("state_dict", "load_state_dict") or (name == "initialize" and _has_fixed_scale(call)):
+            return set()
+    return found
+
+
+def _has_fixed_scale(initialize: ast.Call) -> bool:
+    """Whether ``amp.initialize`` of apex asks for no loss scale, or for one that may be fixed."""
+    given = {word.arg: word.value for word in initialize.keywords}
+    level, scale = given.get("opt_level"), given.get("loss_scale", ast.Constant("dynamic"))
+    is_without = isinstance(level, ast.Constant) and level.value in ("O0", "O3")
+    return is_without or not (isinstance(scale, ast.Constant) and scale.value in (None, "dynamic"))
 
 
 def _loads_scaler(code: SourceFile) -> bool:
@@ -299,6 +324,8 @@ def _is_in_reach(saved: SavedCheckpoint, users: set[ClassOutline | None], code: 
 @functools.lru_cache(maxsize=2)
 def _unscaled_optimizers(code: SourceFile) -> set[str | None]:
     """Return the keys of optimizers that are stepped without a scaler only."""
+    if apex_users(code):
+        return set()  # they are stepped as without it
     stepped = {event.key for event in code.events if event.kind == "optimizer step"}
     scaled = {event.other for event in code.events if event.kind in ("scaler step", "unscale")}
     # An unseen function that gets an optimizer with a scaler may step it.

@@ -4,7 +4,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from ampwise.check.source.checkpoints import checkpoints_without_scaler
+from ampwise.check.source.checkpoints import apex_users, checkpoints_without_scaler
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import arguments_given, dotted_text, method_called
 from ampwise.check.source.torch_names import GRAD_SCALERS, OPTIMIZER, SCALER
@@ -38,17 +38,19 @@ RULE = Rule(
     ),
     fixable="sometimes",
 )
-NEEDS = (("caler", "Accelerator("), ("save", "Save", "heckpoint", "ckpt", "dump", "state_dict"))
+NEEDS = (("caler", "Accelerator(", "scale_loss("), ("save", "Save", "heckpoint", "ckpt", "dump", "state_dict"))
 
 
 LOADS = LazyPattern(r"load|resume|restore", re.IGNORECASE)
 
 
 def check_source(code: SourceFile) -> Findings:
+    is_apex = bool(apex_users(code)) and "GradScaler" not in code.script.text
     for checkpoint in checkpoints_without_scaler(code):
         yield RULE.at(
             checkpoint.frame.outline.script.place(checkpoint.where),
             "this checkpoint has the optimizer's state but not the scaler's",
+            fix=RULE.fix.replace("scaler.state_dict", "amp.state_dict") if is_apex else RULE.fix,
             edits=_save_and_load(checkpoint, code),
             safe=False,  # a resumed run differs, as it should
         )
