@@ -30,6 +30,7 @@ FRAMEWORK_NAME = LazyPattern(r"(^|_)(accelerator|fabric|engine|ds_engine|model_e
 CLIP_NAME = LazyPattern(r"^((adaptive_)?clip_grad\w*|dispatch_clip_grad|adaptive_gradient_clip\w*)$")
 # A class with such a name that we cannot see: backward(loss) scales, step(optimizer) unscales, may skip and updates.
 MANAGER_CLASS = LazyPattern(r"\b(MixedPrecision|Amp|AMP)\w*(Manager|Trainer|Handler|Helper|Wrapper)\b")
+HELD_SCALER = LazyPattern(r"([\w.]+)\.scaler\.unscale_\(")  # accel.scaler.unscale_(optimizer)
 # Functions that measure gradients, by name: log_gradient_stats(model), plot_grad_flow(model.named_parameters())
 MEASURE_NAME = LazyPattern(
     r"(^|_)grad(ient)?s?_?(norm|stat|flow|hist|magnitude)|(^|_)(log|plot|monitor|record|track)_grad|norm_of_grad"
@@ -182,6 +183,9 @@ class EventRecogniser:
             key = frame.key(func.value)
             scaled = SourceEvent(EventKind.SCALED_BACKWARD, node, context, key=key, value=node.args[0])
             return [scaled, SourceEvent(EventKind.OPAQUE, node, context, key=key, keys=(key or "",))], False
+        held = _scaler_held(func.value, frame)
+        if held is not None and node.args:
+            return [SourceEvent(EventKind.SCALED_BACKWARD, node, context, key=held, value=node.args[0])], False
         if is_accelerator(func.value, frame) and node.args and accelerates_in_fp16(frame):
             return [SourceEvent(EventKind.SCALED_BACKWARD, node, context, key=ITS_SCALER, value=node.args[0])], False
         owner = last_name(func.value)
@@ -229,6 +233,10 @@ class EventRecogniser:
             return [step, update, SourceEvent(EventKind.ZERO_GRAD, node, context)], False
         if node.func.attr != "step":
             return None
+        held = _scaler_held(receiver, frame)
+        if held is not None and node.args and frame.role(node.args[0]) == OPTIMIZER:
+            applied = frame.key(node.args[0])
+            return [SourceEvent(EventKind.SCALER_STEP, node, context, key=held, other=applied)], False
         role = frame.role(receiver)
         if isinstance(receiver, ast.Call) and role_of_name(last_name(receiver.func)) == SCHEDULER:
             role = SCHEDULER  # optimizer.scheduler().step()
@@ -248,9 +256,12 @@ class EventRecogniser:
         return [event], bool(node.args or node.keywords)
 
     def update(self, node: ast.Call, context: EventContext) -> Recognised | None:
-        if not isinstance(node.func, ast.Attribute) or context.frame.role(node.func.value) != SCALER:
+        if not isinstance(node.func, ast.Attribute):
             return None
-        return self._method(EventKind.UPDATE, node, context)
+        held = _scaler_held(node.func.value, context.frame) if not node.args else None
+        if held is not None:
+            return [SourceEvent(EventKind.UPDATE, node, context, key=held)], False
+        return self._method(EventKind.UPDATE, node, context) if context.frame.role(node.func.value) == SCALER else None
 
     def unscale(self, node: ast.Call, context: EventContext) -> Recognised | None:
         if not isinstance(node.func, ast.Attribute) or context.frame.callee(node) is not None:
@@ -300,6 +311,23 @@ def manages_scaling(node: ast.expr, frame: Frame) -> bool:
         return False
     calls = [(value, home) for value, home in frame.values(node) if isinstance(value, ast.Call)]
     return any(MANAGER_CLASS.search(last_name(one.func)) and home.definition(one.func) is None for one, home in calls)
+
+
+def _scaler_held(node: ast.expr, frame: Frame) -> str | None:
+    """Return the key of ``accel.scaler`` for an ``accel`` whose class we cannot see, if it has a scaler to unscale by.
+
+    Its ``accel.backward(loss)``, ``accel.step(optimizer)`` and ``accel.update()`` are those of the scaler.
+    """
+    name = dotted_text(node)
+    if name is None or name not in _holders_of_scalers(frame.outline) or frame.class_of(node) is not None:
+        return None
+    key = frame.key(node)
+    return key and f"{key}.scaler"
+
+
+@functools.lru_cache(maxsize=256)  # a search of the whole file
+def _holders_of_scalers(outline: FileOutline) -> frozenset[str]:
+    return frozenset(HELD_SCALER.findall(outline.script.text))
 
 
 @functools.lru_cache(maxsize=256)  # a search of the whole file
