@@ -18,7 +18,7 @@ from ampwise.check.source.walk import events_in
 from ampwise.finding import Edit, Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import BranchGuard, CodeTrace, EventContext, Loop, SourceEvent, SourceFile
+    from ampwise.check.source.types import BranchGuard, CodeTrace, EventContext, Frame, Loop, SourceEvent, SourceFile
     from ampwise.watch.run_events import SchedulerStep
 
 RULE = Rule(
@@ -48,6 +48,7 @@ CHECKS_STEP = LazyPattern(
 REPORTS_STEP = LazyPattern(r"get_scale|skip|overflow|found_inf|finite|isnan|isinf|applied|stepped|step_count")
 # `if scaler is not None` and `if scaler.is_enabled()` are not about the step, `scaler.get_scale()` is.
 SCALER_ITSELF = r"(?i)\w*scaler\b(?!\.)|\w*scaler\.(_enabled|is_enabled)\b"
+LOOKS_AT_STEP = LazyPattern(r"get_scale|found_inf|isfinite|isnan|isinf|overflow|skip")
 OF_GRADIENTS = LazyPattern(r"grad|norm|overflow|found_inf|scale", re.IGNORECASE)
 ONCE_PER_EPOCH = LazyPattern(
     r"==.*\blen\(|\blen\(.*==|last_(batch|iter|step)|(end|end_of|per|new)_epoch|epoch_end|"
@@ -156,17 +157,21 @@ def _is_guarded(move: SourceEvent, step: EventContext) -> bool:
     for guard in move.context.guards:
         if guard in step.guards:
             # Both are under it: with a finite norm the scaler does not skip, with a finite loss it may.
-            if OF_GRADIENTS.search(re.sub(SCALER_ITSELF, "", guard_source(guard))) and _asks(guard, move):
+            if OF_GRADIENTS.search(re.sub(SCALER_ITSELF, "", guard_source(guard))) and _asks(guard, move, step):
                 return True
-        elif guard.boundary is not None or ONCE_PER_EPOCH.search(guard_source(guard)) or _asks(guard, move):
+        elif guard.boundary is not None or ONCE_PER_EPOCH.search(guard_source(guard)) or _asks(guard, move, step):
             return True
     return False
 
 
-def _asks(guard: BranchGuard, move: SourceEvent) -> bool:
+def _asks(guard: BranchGuard, move: SourceEvent, step: EventContext) -> bool:
     """Return whether it tests the step, its result, ``ok = torch.isfinite(norm)``, or what a call with it returns."""
-    if _checks_step(guard_source(guard)):
+    names = [part for part in walk(guard.test) if isinstance(part, ast.Name)] if guard.test is not None else []
+    blind = [part.id for part in names if guard.frame is not None and _is_set_blindly(part, guard.frame, step)]
+    if _checks_step(re.sub(rf"\b({'|'.join(blind)})\b", "", guard_source(guard)) if blind else guard_source(guard)):
         return True
+    if blind and isinstance(guard.test, ast.Name):
+        return False
     for frame in move.frame.callers():
         for value in [PossibleValue(guard.test, frame), *frame.values(guard.test)] if guard.test is not None else ():
             if isinstance(value.node, ast.Compare) and _checks_step(ast.unparse(value.node)):
@@ -178,6 +183,28 @@ def _asks(guard: BranchGuard, move: SourceEvent) -> bool:
                 if called == "step" or reports or _checks_step(ast.unparse(value.node)):
                     return True
     return False
+
+
+def _is_set_blindly(name: ast.Name, frame: Frame, step: EventContext) -> bool:
+    """Whether it is a flag that the function with the scaler's step sets to True after it, applied or not."""
+    stepping = step.frame.function
+    if LOOKS_AT_STEP.search(stepping.text):
+        return False
+    values: list[ast.expr | None] = []
+    for binding in frame.function.bindings.get(name.id, ()):
+        call = getattr(binding.node, "value", None)
+        target = frame.callee(call) if isinstance(call, ast.Call) else None
+        if target is None or target[0] is not stepping:
+            values.append(binding.value)
+            continue
+        for returned in stepping.returns:  # loss, stepped = self.train_step(batch)
+            goal = binding.node.targets[0] if isinstance(binding.node, ast.Assign) else None
+            if isinstance(goal, ast.Tuple) and isinstance(returned, ast.Tuple) and len(goal.elts) == len(returned.elts):
+                pairs = zip(goal.elts, returned.elts, strict=True)
+                returned = next((value for part, value in pairs if dotted_text(part) == name.id), None)
+            is_name = isinstance(returned, ast.Name)
+            values += [one.value for one in stepping.bindings.get(returned.id, ())] if is_name else [returned]
+    return bool(values) and all(isinstance(value, ast.Constant) and isinstance(value.value, bool) for value in values)
 
 
 def _checks_step(asked: str) -> bool:
