@@ -71,6 +71,42 @@ FAULTS = {
             loss.backward()
             optimizer.step()
     """,
+    "the same in a criterion, with a branch": """
+        class Smooth(nn.Module):
+            def forward(self, prediction, target):
+                error = prediction - target  # expect: AMP640
+                return torch.where(error.abs() < 1, error.square(), error.abs()).mean()
+
+        model, target, criterion = nn.Linear(8, 1), torch.randn(32), Smooth()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = criterion(model(x), target) + 0.01 * model.weight.square().sum()
+            loss.backward()
+            optimizer.step()
+    """,
+    "probabilities for a loss that takes their logarithms": """
+        model = nn.Sequential(mlp(), nn.Softmax(-1))
+        criterion = nn.NLLLoss()
+
+        def loss_of(inputs, labels):
+            return criterion(model(inputs), labels)  # expect: AMP642
+
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss_of(x, y).backward()
+            optimizer.step()
+    """,
+    "raw outputs for a loss that takes logarithms": """
+        model = mlp()
+        optimizer = SGD(model.parameters(), lr=0.001)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(x), y)  # expect: AMP642
+            loss.backward()
+            optimizer.step()
+    """,
     "a softmax before the cross entropy": """
         class Normalised(Net):
             def __init__(self):
@@ -501,9 +537,8 @@ FAULTS = {
         optimizer = SGD(model.parameters(), lr=0.1)
         for _ in range(40):
             optimizer.zero_grad()
-            (F.cross_entropy(model(x), y) * 0.0).backward()
+            (F.cross_entropy(model(x), y) * 0.0).backward()  # expect: AMP626
             optimizer.step()
-        # expect anywhere: AMP626
     """,
 }
 
@@ -899,6 +934,17 @@ FINE = {
         model.eval()
         with torch.no_grad():
             model(x)
+    """,
+    "a loss of log-probabilities, and differences within a prediction": """
+        model = nn.Linear(8, 1)
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for step in range(20):
+            optimizer.zero_grad()
+            scores = model(x)
+            pairs = torch.where(y[:, None] > y, F.softplus(scores.T - scores), 0.0).mean()
+            probabilities = torch.cat([scores.sigmoid(), 1 - scores.sigmoid()], 1)
+            (pairs + F.nll_loss(probabilities.log(), y % 2)).backward()
+            optimizer.step()
     """,
     "questions about finite gradients, and about other values": """
         model = nn.Linear(8, 1)

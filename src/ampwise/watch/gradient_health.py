@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
+from ampwise.finding.call_site import CallSite
 from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.census.underflow import FLUSHED, NO_UNDERFLOW, Underflow, scale_exponent, underflow
 from ampwise.numbers.formats import find_scalar_format
@@ -356,6 +357,7 @@ class GradientHealth:
         self.recent: deque[LayerSample] = deque(maxlen=RECENT_SAMPLES)
         self.values: dict[str, int] = {}  # in all samples
         self.zeros: dict[str, int] = {}
+        self.zero_at: CallSite | None = None  # the operation whose gradient is zero, if that is known
         self._merged: dict[str, Census] = {}
         self._merged_at = 0
         self.underflows: dict[str, Underflow] = {}  # of the last sample
@@ -385,6 +387,12 @@ class GradientHealth:
                 self.norms.add(row.step, row.norm)
         if row.loss is not None and math.isfinite(row.loss):
             self.losses.add(row.step, row.loss)
+
+    @property
+    def are_all_zero(self) -> bool:
+        """Whether each gradient is exactly zero in all samples so far."""
+        values = sum(self.values.values())
+        return self.samples > 1 and values > 0 and values == sum(self.zeros.values())
 
     def add_sample(self, sample: LayerSample) -> None:
         """Add a sample, taken every n-th step: an unscaled census for each parameter."""

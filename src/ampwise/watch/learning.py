@@ -209,6 +209,7 @@ class CountedCalls:
     step: int  # the first one
     times: int = 0
     what: str = ""
+    at: CallSite | None = None  # the line within the loss, once it is known
 
 
 @dataclass(slots=True, kw_only=True)
@@ -229,6 +230,7 @@ class Learning:
     diluted: dict[CallSite, DilutedMean] = field(default_factory=dict)
     crossed: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses over all pairs
     normalised: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses that normalise probabilities again
+    unlogged: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses of what is no logarithm
     leaf_losses: dict[CallSite, CountedCalls] = field(default_factory=dict)  # backward passes of losses without a graph
     idle_clips: dict[CallSite, CountedCalls] = field(default_factory=dict)  # clips of nothing
     useful_clips: Counter[CallSite] = field(default_factory=Counter)

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
 from ampwise.train.scaler.step_result import AsyncScalars
+from ampwise.watch.graph_lines import GraphLines, watch_for_zeros
 from ampwise.watch.inspection import parameters_of, precisions_of, unwrapped
 from ampwise.watch.learning import (
     CountedCalls,
@@ -28,7 +30,7 @@ from ampwise.watch.learning import (
     SharedSteps,
     WideClip,
 )
-from ampwise.watch.loss_means import note_crossed_loss, note_diluted_mean, note_normalised_twice
+from ampwise.watch.loss_means import note_crossed_loss, note_diluted_mean, note_wrong_normalisation
 from ampwise.watch.models import name_without_wrappers
 from ampwise.watch.tracked import TrackedOptimizer
 from ampwise.watch.tracker import CallTracker
@@ -162,8 +164,9 @@ class _Owner:
 class LearningWatch:
     """Observe the optimizers' steps and the backward passes."""
 
-    def __init__(self, facts: Learning, tracker: CallTracker) -> None:
-        self._facts, self._tracker = facts, tracker
+    def __init__(self, facts: Learning, tracker: CallTracker, lines: GraphLines) -> None:
+        self._facts, self._tracker, self.lines = facts, tracker, lines
+        self._zeros_wanted: Callable[[CallSite], None] | None = None
         self._wide_clips = WideClips(tracker)
         self._uses: dict[int, OptimizerUse] = {}
         self._samples: dict[int, _Samples] = {}
@@ -338,12 +341,14 @@ class LearningWatch:
                 calls.times += 1
             return
         self._backwards += 1
-        self._looks = not partly and (self._looks or is_due(self._backwards - self._looked_from))
+        self._looks = not partly and (self._looks or self.lines.on or is_due(self._backwards - self._looked_from))
         if not self._looks:
             return
         note_diluted_mean(given[0], self._facts, self._tracker.steps + 1)
-        note_crossed_loss(given[0], self._facts, self._tracker.steps + 1)
-        note_normalised_twice(given[0], self._facts, self._tracker.steps + 1)
+        note_crossed_loss(given[0], self._facts, self._tracker.steps + 1, self.lines)
+        note_wrong_normalisation(given[0], self._facts, self._tracker.steps + 1, self.lines)
+        if self._zeros_wanted is not None and self.lines.on and not partly:
+            watch_for_zeros(given[0], self._zeros_wanted)
         users: dict[Any, Any] = {}  # by node of the graph: the one that it was found from
         pending: list[tuple[Any, Any]] = [(each.grad_fn, None) for each in given]
         while pending:
@@ -358,7 +363,13 @@ class LearningWatch:
                 self._reached.append((leaf, user))
             pending += [(before, node) for before, _ in node.next_functions]
 
+    def find_zeros(self, found: Callable[[CallSite], None]) -> None:
+        """Look in the next passes for the operation that makes gradients zero."""
+        if self._zeros_wanted is None and self.lines.request():
+            self._zeros_wanted = found
+
     def backward_ended(self) -> None:
+        self.lines.pass_ended()
         reached, self._reached = self._reached, []
         if not self._looks:
             return

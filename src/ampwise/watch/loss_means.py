@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -11,19 +12,22 @@ from torch import Tensor
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site, code_owner
 from ampwise.trace.names_in_code import FUNCTIONS, bound_names, call_name, free_names, root_name, tree_of
+from ampwise.watch.graph_lines import GraphLines, line_of
 from ampwise.watch.inspection import ARITHMETIC, AVERAGING, MOVING
 from ampwise.watch.learning import CountedCalls, DilutedMean, Learning
 
-__all__ = ["note_crossed_loss", "note_diluted_mean", "note_normalised_twice"]
+__all__ = ["note_crossed_loss", "note_diluted_mean", "note_wrong_normalisation"]
 
 LONGEST = 16  # nodes
 COMPARING = tuple(f"{kind}LossBackward" for kind in ("Mse", "L1", "SmoothL1", "Huber"))
-BENDING = tuple(f"{kind}Backward" for kind in ("Pow", "Abs", "Sum", "Square", "Sqrt", "Log", "Cosh", "Clamp"))
+BENDING = tuple(f"{kind}Backward" for kind in ("Pow", "Abs", "Sum", "Square", "Sqrt", "Log", "Cosh", "Clamp", "Where"))
+SCALING = tuple(f"{kind}Backward" for kind in ("Add", "Sub", "Mul", "Div"))
 LEAST = 0.05  # share of ignored positions
 NONE = 0  # the value of reduction="none" in torch's loss nodes
 # Loss nodes that normalise by themselves, and what makes probabilities.
 NORMALISING = ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward")
 PROBABILITIES = ("SoftmaxBackward", "SigmoidBackward")
+LINEAR = tuple(f"{kind}Backward" for kind in ("Addmm", "Mm", "Bmm", "Convolution"))  # their outputs have any size
 PASSED_ON = (*MOVING, *(f"{kind}Backward" for kind in ("Index", "Slice", "Select", "Permute", "Transpose")))
 LOSSES = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss")
 
@@ -53,52 +57,97 @@ def note_diluted_mean(loss: Tensor, facts: Learning, step: int) -> None:
         mean.times += 1
 
 
-def note_crossed_loss(loss: Tensor, facts: Learning, step: int) -> None:
-    """Note a loss that is nothing but the mean over all pairs of a prediction and a target, (n, 1) against (n).
+def note_crossed_loss(loss: Tensor, facts: Learning, step: int, lines: GraphLines) -> None:
+    """Note a loss that is the mean over all pairs of a prediction and a target, (n, 1) against (n), or has such a term.
 
-    On the way from the loss back, each node has one input: what the prediction is compared with is constant.
+    All ways from the term back lead to the difference of the two; what the prediction is compared with is constant.
     """
-    node: Any = loss.grad_fn
-    compares = None  # the loss function, whose inputs are expanded before
-    for _ in range(LONGEST):
-        before = [each for each in node.next_functions if each[0] is not None]
-        if len(before) != 1:
+    for term in _terms(loss.grad_fn):
+        found = _crossing(term)
+        if found is not None:
+            node, given, made = found
+            other = (made[0], 1) if len(given) == 1 else made[:1]
+            what = f"{given} and {other} to {made}".replace(",)", ")")
+            _count(facts.crossed, _assignment_of_loss(calling_site()), node, lines, CountedCalls(step=step, what=what))
             return
-        made, given = _shape(node, 0), _shape(*before[0])
-        square = made is not None and len(made) == 2 and made[0] == made[1] > 1
-        if square and given in ((made[0], 1), (made[0],)):  # type: ignore[index]
+
+
+def _terms(node: Any) -> Iterator[Any]:
+    """Yield the nodes of a sum of losses, or of the only one."""
+    pending = [node]
+    for _ in range(LONGEST):
+        each = pending.pop() if pending else None
+        if each is None:
+            return
+        before = [one for one, _ in each.next_functions if one is not None]
+        if each.name().startswith((*SCALING, *MOVING)) and _shape(each, 0) == ():
+            pending += before
+        else:
+            yield each
+
+
+def _crossing(term: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]] | None:
+    """Return the node in which a term of the loss crosses predictions and targets, with the shapes before and after."""
+    pending: list[tuple[Any, Any]] = [(term, None)]  # with the loss function, whose inputs are expanded before
+    seen, crossed = set[Any](), dict[Any, tuple[tuple[int, ...], tuple[int, ...]]]()
+    while pending and len(seen) < 2 * LONGEST:
+        node, compares = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        before = [each for each in node.next_functions if each[0] is not None]
+        made, given = _shape(node, 0), _shape(*before[0]) if len(before) == 1 else None
+        is_square = made is not None and len(made) == 2 and made[0] == made[1] > 1
+        if is_square and given in ((made[0], 1), (made[0],)):  # type: ignore[index]
             target = getattr(compares, "_saved_target", None)
             is_sub = node.name().startswith("Sub")
-            if is_sub or (target is not None and target.shape == made and 0 in target.stride()):
-                site = _assignment_of_loss(calling_site())
-                what = f"{given} and {(made[0], 1) if len(given) == 1 else made[:1]} to {made}"  # type: ignore[index]
-                facts.crossed.setdefault(site, CountedCalls(step=step, what=what.replace(",)", ")"))).times += 1
-            return
+            if not is_sub and (target is None or target.shape != made or 0 not in target.stride()):
+                return None
+            crossed[node] = (given, made)  # type: ignore[assignment]
+            continue
         if node.name().startswith(COMPARING):
             compares = node
-        elif not node.name().startswith((*ARITHMETIC, *MOVING, *AVERAGING, *BENDING)):
-            return
-        node = before[0][0]
+        elif not before or not node.name().startswith((*ARITHMETIC, *MOVING, *AVERAGING, *BENDING)):
+            return None
+        pending += [(each, compares) for each, _ in before]
+    return None if pending or len(crossed) != 1 else next((node, *shapes) for node, shapes in crossed.items())
 
 
-def note_normalised_twice(loss: Tensor, facts: Learning, step: int) -> None:
-    """Note a cross entropy, which takes logits, of the output of a softmax or a sigmoid."""
+def _count(
+    known: dict[CallSite, CountedCalls], site: CallSite, node: Any, lines: GraphLines, first: CountedCalls
+) -> None:
+    """Count a loss once more, and find the line of the operation in it."""
+    calls = known.setdefault(site, first)
+    calls.times += 1
+    calls.at = calls.at or line_of(node)
+    if calls.at is None:
+        lines.request()
+
+
+def note_wrong_normalisation(loss: Tensor, facts: Learning, step: int, lines: GraphLines) -> None:
+    """Note a cross entropy, which takes logits, of the output of a softmax or a sigmoid, and one without a logarithm.
+
+    ``nll_loss`` takes the logarithms of probabilities.
+    """
     pending: list[Any] = [loss.grad_fn]
     for _ in range(2 * LONGEST):
         if not pending:
             return
         node = pending.pop()
         name = node.name()
-        if name.startswith(NORMALISING):
-            given = node.next_functions[0][0]
-            while given is not None and given.name().startswith(PASSED_ON):
-                given = given.next_functions[0][0]
-            if given is not None and given.name().startswith(PROBABILITIES):
-                what = given.name().partition("Backward")[0].lower()
-                site = _only_call_of(what) or _assignment_of_loss(calling_site())
-                facts.normalised.setdefault(site, CountedCalls(step=step, what=what)).times += 1
-                return
-        elif name.startswith((*ARITHMETIC, *MOVING, *AVERAGING, "NllLoss", "SumBackward")):
+        takes_logarithms = name.startswith("NllLoss")
+        given = node.next_functions[0][0] if takes_logarithms or name.startswith(NORMALISING) else None
+        while given is not None and given.name().startswith(PASSED_ON):
+            given = given.next_functions[0][0]
+        is_probability = given is not None and given.name().startswith(PROBABILITIES)
+        if is_probability or (takes_logarithms and given is not None and given.name().startswith(LINEAR)):
+            what = given.name().partition("Backward")[0].lower() if is_probability else "layer without a softmax"
+            only = None if takes_logarithms else _only_call_of(what)
+            first = CountedCalls(step=step, what=what, at=only)
+            known, at = (facts.unlogged, node) if takes_logarithms else (facts.normalised, given)
+            _count(known, only or _assignment_of_loss(calling_site()), at, lines, first)
+            return
+        if name.startswith((*ARITHMETIC, *MOVING, *AVERAGING, "NllLoss", "SumBackward")):
             pending += [each for each, _ in node.next_functions if each is not None]
 
 

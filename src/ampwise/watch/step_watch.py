@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +23,7 @@ from ampwise.watch.cleaned_gradients import CleanedGradients
 from ampwise.watch.findings import Findings
 from ampwise.watch.gradient_health import BadStep, GradientHealth
 from ampwise.watch.gradients import GradientReader, ReadStep, WeightComparison, copy_weights, is_ours, outcome_of
+from ampwise.watch.graph_lines import GraphLines
 from ampwise.watch.half_averages import HalfAverages
 from ampwise.watch.inspection import dtype_name, is_capturing, parameters_of, precisions_of, stage_of, unwrapped
 from ampwise.watch.learning import Learning
@@ -92,7 +94,8 @@ class StepWatch:
         self.memory = OptimizerMemory()
         self.calls = ModelCalls()
         self._learned = Learning()
-        self.learning = LearningWatch(self._learned, self.tracker)
+        self.lines = GraphLines(lambda: not self.models.has_compiled)
+        self.learning = LearningWatch(self._learned, self.tracker, self.lines)
         self.loop = LoopWatch(self._learned, self.tracker)
         self.cleaned = CleanedGradients(self._learned, self.tracker)
         self.replicas = ReplicaSums()
@@ -112,6 +115,7 @@ class StepWatch:
 
     def forget(self) -> None:
         """Remove all hooks, and drop what is kept of the running step."""
+        self.lines.stop()
         self.activations.end()
         self.flow.remove()
         self.models.forget()
@@ -152,6 +156,7 @@ class StepWatch:
 
     def before_compile(self) -> None:
         """Stop skipping steps before something is compiled, as changing hooks would recompile it."""
+        self.lines.stop()
         self.skipper.allowed = False
         self.follow_again()
         self.flow.stop()
@@ -385,6 +390,9 @@ class StepWatch:
         health.add_step(row)
         if known.sample is not None:
             health.add_sample(known.sample)
+            if health.are_all_zero and health.zero_at is None:
+                self.skipper.follow_next_steps()
+                self.learning.find_zeros(partial(setattr, health, "zero_at"))
         if not known.finite and (known.bad or not row.finite):
             self._add_bad_step(health, known)
         if not row.skipped:  # the weights may have been updated with gradients that were not read

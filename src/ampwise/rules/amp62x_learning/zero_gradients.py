@@ -34,11 +34,12 @@ STEPS = 10
 
 
 def check_gradients(health: GradientHealth) -> Findings:
-    values = sum(health.values.values())
-    if health.samples >= SAMPLES and health.steps >= STEPS and values and values == sum(health.zeros.values()):
+    if health.samples >= SAMPLES and health.steps >= STEPS and health.are_all_zero:
+        place = Place() if health.zero_at is None else health.zero_at.place
+        here = "" if health.zero_at is None else ": the backward pass of this operation makes them zero"
         yield RULE.at(
-            Place(step=health.recent[0].last),
+            place.but(step=health.recent[0].last),
             f"all {len(health.values)} gradients are exactly zero in all {health.samples} samples of {health.steps} "
-            "steps",
-            evidence={"samples": health.samples, "values": values},
+            f"steps{here}",
+            evidence={"samples": health.samples, "values": sum(health.values.values())},
         )

@@ -29,4 +29,4 @@ def check_learning(facts: Learning) -> Findings:
     for site, calls in facts.crossed.items():
         if calls.times >= TIMES:
             message = f"prediction and target are broadcast from {calls.what}: the loss is the mean over all pairs"
-            yield RULE.at(site.place.but(step=calls.step), message, evidence={"times": calls.times})
+            yield RULE.at((calls.at or site).place.but(step=calls.step), message, evidence={"times": calls.times})

@@ -29,4 +29,4 @@ def check_learning(facts: Learning) -> Findings:
     for site, calls in facts.normalised.items():
         if calls.times >= TIMES:
             message = f"a loss that expects logits gets the output of a {calls.what}, and normalises it once more"
-            yield RULE.at(site.place.but(step=calls.step), message, evidence={"times": calls.times})
+            yield RULE.at((calls.at or site).place.but(step=calls.step), message, evidence={"times": calls.times})

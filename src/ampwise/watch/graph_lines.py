@@ -1,0 +1,84 @@
+"""Lines of the operations in a loss's graph: torch notes them for a pass or two, once something asks for one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampwise.finding.call_site import CallSite
+from ampwise.trace.call_site import code_owner
+
+__all__ = ["GraphLines", "line_of", "watch_for_zeros"]
+
+MOST_REQUESTS = 4
+PASSES = 3  # backward passes until torch stops noting lines, whether one was found or not
+NOTED = "traceback_"  # the key under which torch's anomaly mode notes the stack of an operation
+FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
+MOST_NODES = 20_000
+
+
+class GraphLines:
+    """Torch's notes of lines, off except for a few passes. allowed: whether it may be on; it would recompile code."""
+
+    def __init__(self, allowed: Callable[[], bool]) -> None:
+        self._allowed = allowed
+        self._requests = self._left = 0
+
+    @property
+    def on(self) -> bool:
+        return self._left > 0
+
+    def request(self) -> bool:
+        """Begin to note lines, if that may still help. Return whether the next passes will have them."""
+        if self.on:
+            return True
+        if self._requests >= MOST_REQUESTS or torch.is_anomaly_enabled() or not self._allowed():
+            return False
+        self._requests, self._left = self._requests + 1, PASSES
+        torch.autograd.set_detect_anomaly(True, check_nan=False)  # without its check for NaN
+        return True
+
+    def pass_ended(self) -> None:
+        """Stop after a few passes."""
+        if self.on:
+            self._left -= 1
+            if not self._left:
+                self.stop()
+
+    def stop(self) -> None:
+        if self._requests and torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled():
+            torch.autograd.set_detect_anomaly(False)
+        self._left = 0
+
+
+def line_of(node: Any) -> CallSite | None:
+    """Return the script's line that ran the operation of a node; None if it was not noted."""
+    for text in reversed(node.metadata.get(NOTED) or ()):
+        frame = FRAME.search(text)
+        if frame is not None and code_owner(frame[1]) == "own":
+            return CallSite(file=frame[1], line=int(frame[2]), function=frame[3])
+    return None
+
+
+def watch_for_zeros(loss: Tensor, found: Callable[[CallSite], None]) -> None:
+    """Call ``found`` with the line of the first operation of a backward pass that makes all of a gradient zero."""
+    pending, seen, told = [loss.grad_fn], set[Any](), list[bool]()
+
+    def look(node: Any, given: Any, made: Any) -> None:
+        after = [each for each in given if isinstance(each, Tensor)]
+        if told or not after or not any(bool(each.any()) for each in made if isinstance(each, Tensor)):
+            return
+        if not any(bool(each.any()) for each in after) and (site := line_of(node)) is not None:
+            told.append(True)
+            found(site)
+
+    while pending and len(seen) < MOST_NODES:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            node.register_hook(lambda given, made, node=node: look(node, given, made))
+            pending += [before for before, _ in node.next_functions]
