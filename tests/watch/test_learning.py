@@ -418,10 +418,10 @@ FAULTS = {
     "a schedule of too few steps": """
         model = mlp()
         optimizer = SGD(model.parameters(), lr=0.1)
-        scheduler = lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=10)
+        scheduler = lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=10)  # expect: AMP634
         for _ in range(60):
             train(model, optimizer, steps=1)
-            scheduler.step()  # expect: AMP634
+            scheduler.step()
     """,
     "a cosine that turns in each epoch": """
         model = mlp()

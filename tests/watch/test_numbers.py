@@ -273,10 +273,28 @@ def test_activations_have_their_largest_magnitudes():
     assert set(watch.step_watch.largest) == {"0", "1", "Sequential"}
 
 
-def test_weights_that_do_not_move_are_counted():
+def _made_in_bf16():
+    torch.set_default_dtype(torch.bfloat16)  # the line to report
+    try:
+        return nn.Linear(64, 64, bias=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+HALF = {
+    "a cast": (lambda: nn.Linear(64, 64, bias=False).bfloat16(), 0),
+    "a cast by its dtype": (lambda: nn.Sequential(nn.Linear(64, 64, bias=False)).to(torch.bfloat16)[0], 0),
+    "a constructor": (lambda: nn.Linear(64, 64, bias=False, dtype=torch.bfloat16), 0),
+    "the default dtype": (_made_in_bf16, 1),
+}
+
+
+@pytest.mark.parametrize("how", HALF)
+def test_weights_that_do_not_move_are_counted(how):
+    make, lines_down = HALF[how]
     with Watch(every=1, timing=False) as watch:
         torch.manual_seed(0)
-        model = nn.Linear(64, 64, bias=False).bfloat16()
+        model = make()
         nn.init.constant_(model.weight, 1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         for _ in range(30):
@@ -284,7 +302,9 @@ def test_weights_that_do_not_move_are_counted():
             model(torch.randn(8, 64, dtype=torch.bfloat16)).float().square().mean().backward()
             optimizer.step()
     assert not watch.failures
-    assert "AMP611" in {seen.finding.rule.code for seen in watch.findings}
+    places = {seen.finding.rule.code: seen.finding.place for seen in watch.findings}
+    expected = make.__code__.co_firstlineno + lines_down
+    assert (places["AMP611"].file, places["AMP611"].line) == (__file__, expected)
 
 
 def test_nothing_of_the_script_is_kept_alive():

@@ -83,6 +83,7 @@ class EntryPoints:
             (nn.Module, "bfloat16", self.convert),
             (dataloader.DataLoader, "__iter__", self.loader_starts),
         )
+        self._follow(torch, "set_default_dtype", self.set_default_dtype, claims=False)
         for kind, name, watched in watched_calls:
             self._follow(kind, name, watched, claims=False)
         self._hooks = [
@@ -458,14 +459,24 @@ class EntryPoints:
         if parameter is not None:
             with self._guard:
                 self._watch.ties.registered(module, name, before, parameter)
+                self._watch.casts.made(parameter)
                 if self._watch.learning.parameter_made() and self._skipper.on:
                     self.follow_again()
 
     def convert(self, original: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+        wide: list[Tensor] = []
+        with self._guard:
+            wide = self._watch.casts.wide_ones(model)
         result = original(model, *args, **kwargs)
         with self._guard:
             self._watch.averages.converted(model)
+            self._watch.casts.converted(wide)
         return result
+
+    def set_default_dtype(self, original: Function, dtype: Any) -> None:
+        original(dtype)
+        with self._guard:
+            self._watch.casts.default_set()
 
     def loader_starts(self, original: Function, loader: Any) -> Any:
         iterator = original(loader)

@@ -357,6 +357,7 @@ class GradientHealth:
         self.recent: deque[LayerSample] = deque(maxlen=RECENT_SAMPLES)
         self.values: dict[str, int] = {}  # in all samples
         self.zeros: dict[str, int] = {}
+        self.cast_at: dict[str, CallSite] = {}  # lines that made parameters 16 bits wide, as far as they are known
         self.zero_at: CallSite | None = None  # the operation whose gradient is zero, if that is known
         self._merged: dict[str, Census] = {}
         self._merged_at = 0

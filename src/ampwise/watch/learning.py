@@ -132,6 +132,7 @@ class ScheduleUse:
     position: int = 0  # its ``last_epoch``
     period: int | None = None  # moves after which a cosine turns
     inner: bool = False  # part of another scheduler
+    counts_epochs: bool = False  # by the names in the code that makes it
 
 
 @dataclass(slots=True, kw_only=True)

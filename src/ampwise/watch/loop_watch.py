@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.data.sampler import SequentialSampler
 
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
+from ampwise.trace.names_in_code import free_names, tree_of
 from ampwise.watch.always_dropped import functional_dropout, random_position
 from ampwise.watch.inspection import inner_model, tensors_in, unwrapped
 from ampwise.watch.learning import CountedCalls, Learning, LoaderUse, ModelModes, ScheduleUse
@@ -140,6 +142,7 @@ class LoopWatch:
             began=0 if state is None else state.steps,
             period=getattr(scheduler, "T_max", None),
         )
+        facts.counts_epochs = _counts_epochs(facts.made_at)
         self._schedules[id(scheduler)] = _Schedule(facts, weakref.ref(scheduler), scheduler)
         self._facts.schedules.append(facts)
         for inner in getattr(scheduler, "_schedulers", ()):
@@ -220,6 +223,21 @@ class LoopWatch:
                 facts.position = getattr(scheduler, "last_epoch", facts.position)
             state = next((each for each in self._tracker.optimizers.states() if each.index == facts.optimizer), None)
             facts.steps = 0 if state is None else state.steps - facts.began
+
+
+def _counts_epochs(made_at: CallSite) -> bool:
+    """Whether the statement that makes a schedule names epochs: ``T_max=epochs``, ``lambda epoch: 0.5**epoch``."""
+    tree = None if made_at.file is None else tree_of(made_at.file)
+    names: set[str] = set()
+    for statement in ast.walk(tree) if tree is not None else ():
+        if isinstance(statement, ast.Assign) and statement.lineno <= (made_at.line or 0) <= (statement.end_lineno or 0):
+            arguments = [each.arg for each in ast.walk(statement.value) if isinstance(each, ast.arg)]
+            names |= {*free_names(statement.value), *arguments, *map(_attribute, ast.walk(statement.value))}
+    return any("epoch" in each.lower() for each in names) and not any("step" in each.lower() for each in names)
+
+
+def _attribute(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) else ""
 
 
 def _first_values(tensor: Tensor) -> list[float]:

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ampwise.finding.call_site import CallSite
 from ampwise.runs.writer import RecordWriter
 from ampwise.watch.bad_step_watch import BadStepWatch
+from ampwise.watch.casts import HalfCasts
 from ampwise.watch.cleaned_gradients import CleanedGradients
 from ampwise.watch.findings import Findings
 from ampwise.watch.gradient_health import BadStep, GradientHealth
@@ -98,7 +99,7 @@ class StepWatch:
         self.learning = LearningWatch(self._learned, self.tracker, self.lines)
         self.loop = LoopWatch(self._learned, self.tracker)
         self.cleaned = CleanedGradients(self._learned, self.tracker)
-        self.replicas = ReplicaSums()
+        self.replicas, self.casts = ReplicaSums(), HalfCasts()
         self.ties, self.averages = TiedWeights(self._learned), HalfAverages(self._learned)
         self.bad_steps = BadStepWatch(
             *(self.calls, self.tracker, findings.add, self._paused, failed),
@@ -356,6 +357,9 @@ class StepWatch:
         health = self.healths.get(state.index)
         if health is None:
             health = self.healths[state.index] = GradientHealth(state.index, names=names)
+            for name, each in zip(names, parameters_of(optimizer), strict=True):
+                if (site := self.casts.site_of(each)) is not None:
+                    health.cast_at[name] = site
             for model in self.models.of(optimizer):
                 dtypes = self.tracker.fsdp2_dtypes(model)
                 if dtypes is not None and dtypes.reduce is not None:

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.watch.learning import Learning
+    from ampwise.finding.call_site import CallSite
+    from ampwise.watch.learning import Learning, ScheduleUse
 
 RULE = Rule(
     code="AMP634",
@@ -29,6 +30,7 @@ RULE = Rule(
 
 STEPS = 20
 SHARE = 0.25  # of the run
+OF_EPOCHS = ("ExponentialLR", "StepLR", "MultiStepLR", "MultiplicativeLR", "ReduceLROnPlateau")  # without a last step
 
 
 def check_learning(facts: Learning) -> Findings:
@@ -44,10 +46,16 @@ def check_learning(facts: Learning) -> Findings:
             if schedule is None
             else f" {schedule.name} was stepped {schedule.moves} times in {schedule.steps} steps."
         )
-        site = use.made_at if schedule is None or schedule.step_site.file is None else schedule.step_site
+        site = use.made_at if schedule is None else _mistaken(schedule)
         yield RULE.at(
             site.place.but(step=use.low_since),
             f"the learning rate fell from {use.peak_lr:.3g} to {use.lr:.3g} by step {use.low_since}, and the other "
             f"{rest} of {use.steps} steps changed next to nothing.{by}",
             evidence={"times": rest, "steps": use.steps},
         )
+
+
+def _mistaken(schedule: ScheduleUse) -> CallSite:
+    """Return the line that steps a schedule of epochs, and else the line that makes one of too few steps."""
+    is_of_epochs = schedule.name in OF_EPOCHS or schedule.counts_epochs
+    return schedule.step_site if is_of_epochs and schedule.step_site.file is not None else schedule.made_at

@@ -50,8 +50,10 @@ def check_gradients(health: GradientHealth) -> Findings:
     worst = min(stuck, key=lambda name: moved[name] / tried[name])
     share = moved[worst] / tried[worst]
     others = f" (and too few in {len(stuck) - 1} more parameters)" if len(stuck) > 1 else ""
+    cast = health.cast_at.get(worst)
+    place = Place() if cast is None else cast.place
     yield RULE.at(
-        Place(parameter=worst, step=health.last_step),
+        place.but(parameter=worst, step=health.last_step),
         f"updates change only {share:.1%} of the weights that have a gradient{others}",
         evidence={
             "moved_share": round(share, 4),
