@@ -983,15 +983,21 @@ def run(text, tmp_path):
     return script.read_text().split("\n"), [each.finding for each in fold_consequences([*watch.findings])]
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_has_one_finding_at_its_line(name, tmp_path):
-    lines, found = run(FAULTS[name], tmp_path)
+def expected_and_found(text, tmp_path):
+    """Return the lines and codes that a script marks, and the findings of its run."""
+    lines, found = run(text, tmp_path)
     marked = [
         (number, match[1]) for number, line in enumerate(lines, 1) if (match := re.search(r"expect: (\w+)", line))
     ]
     anywhere = [(None, code) for line in lines for code in re.findall(r"expect anywhere: (\w+)", line)]
-    assert [(each.place.line, each.rule.code) for each in found] == marked + anywhere, [str(each) for each in found]
+    return marked + anywhere, found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_has_one_finding_at_its_line(name, tmp_path):
+    expected, found = expected_and_found(FAULTS[name], tmp_path)
+    assert [(each.place.line, each.rule.code) for each in found] == expected, [str(each) for each in found]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -441,6 +441,7 @@ class EntryPoints:
         result = original(model)
         with self._guard:
             self._watch.loop.switched_to_eval(model)
+            self._watch.frozen.switched_to_eval(model)
             if code_owner(sys._getframe(2).f_code.co_filename) == "library":  # it has probably loaded the model
                 self._watch.learning.loaded(model)
         return result
@@ -460,6 +461,8 @@ class EntryPoints:
             with self._guard:
                 self._watch.ties.registered(module, name, before, parameter)
                 self._watch.casts.made(parameter)
+                if not parameter.requires_grad:
+                    self._watch.frozen.parameter_made(parameter)
                 if self._watch.learning.parameter_made() and self._skipper.on:
                     self.follow_again()
 

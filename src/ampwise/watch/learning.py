@@ -15,6 +15,8 @@ __all__ = [
     "CountedCalls",
     "DilutedMean",
     "HalfAverage",
+    "HeldFrozen",
+    "IdleFreeze",
     "Learning",
     "LoaderUse",
     "ModelModes",
@@ -204,6 +206,27 @@ class DilutedMean:
 
 
 @dataclass(slots=True, kw_only=True)
+class IdleFreeze:
+    """A line that is to freeze parameters, and freezes none of them."""
+
+    why: str
+    parameters: dict[str, None] = field(default_factory=dict)  # names, in order: these are trained on
+    is_for_some: bool = False  # some of these only, or others like them
+    are_frozen: bool = False  # and still changed
+
+
+@dataclass(slots=True, kw_only=True)
+class HeldFrozen:
+    """A parameter of an optimizer that needs no gradient, by a default."""
+
+    name: str
+    optimizer: str  # its class
+    why: str
+    first: int  # step at which it was seen
+    last: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
 class CountedCalls:
     """Calls at one line."""
 
@@ -232,6 +255,8 @@ class Learning:
     crossed: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses over all pairs
     normalised: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses that normalise probabilities again
     unlogged: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses of what is no logarithm
+    idle_freezes: dict[CallSite, IdleFreeze] = field(default_factory=dict)
+    held_frozen: dict[tuple[CallSite, str], HeldFrozen] = field(default_factory=dict)  # by line and name
     leaf_losses: dict[CallSite, CountedCalls] = field(default_factory=dict)  # backward passes of losses without a graph
     idle_clips: dict[CallSite, CountedCalls] = field(default_factory=dict)  # clips of nothing
     useful_clips: Counter[CallSite] = field(default_factory=Counter)

@@ -178,6 +178,7 @@ class Models:
         self._ends = ForwardEnds(watch.model_ends, watch.failed, skipper)
         for name in ("parameters", "named_parameters"):
             patches.replace(nn.Module, name, self._noting_parameters_call)
+        patches.wrap(nn.Module, "state_dict", self._state_asked)
         patches.wrap(torch, "compile", self.compile)
         for owner, name in TAKING_MODELS_APART:
             patches.wrap(owner, name, _call_without_hooks)
@@ -262,6 +263,7 @@ class Models:
     def _noting_parameters_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def parameters_called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():  # first, so that torch.compile traces nothing of ours
+                self._watch.frozen.parameters_asked(module, sys._getframe(1))
                 known = self._remembered.get(id(module))
                 if known is None or known() is not module:
                     self._found = None
@@ -272,6 +274,11 @@ class Models:
             return original(module, *args, **kwargs)
 
         return parameters_called
+
+    def _state_asked(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._watch.frozen.parameters_asked(module, sys._getframe(2))
+        return original(module, *args, **kwargs)
 
     def compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         thing = args[0] if args else kwargs.get("model")

@@ -22,13 +22,14 @@ from ampwise.watch.bad_step_watch import BadStepWatch
 from ampwise.watch.casts import HalfCasts
 from ampwise.watch.cleaned_gradients import CleanedGradients
 from ampwise.watch.findings import Findings
+from ampwise.watch.frozen_parts import FrozenParts
 from ampwise.watch.gradient_health import BadStep, GradientHealth
 from ampwise.watch.gradients import GradientReader, ReadStep, WeightComparison, copy_weights, is_ours, outcome_of
 from ampwise.watch.graph_lines import GraphLines
 from ampwise.watch.half_averages import HalfAverages
 from ampwise.watch.inspection import dtype_name, is_capturing, parameters_of, precisions_of, stage_of, unwrapped
 from ampwise.watch.learning import Learning
-from ampwise.watch.learning_watch import LearningWatch
+from ampwise.watch.learning_watch import LearningWatch, is_due
 from ampwise.watch.loop_watch import LoopWatch
 from ampwise.watch.memory import OptimizerMemory
 from ampwise.watch.model_calls import KeptLoss, ModelCalls
@@ -99,6 +100,7 @@ class StepWatch:
         self.learning = LearningWatch(self._learned, self.tracker, self.lines)
         self.loop = LoopWatch(self._learned, self.tracker)
         self.cleaned = CleanedGradients(self._learned, self.tracker)
+        self.frozen = FrozenParts(self._learned)
         self.replicas, self.casts = ReplicaSums(), HalfCasts()
         self.ties, self.averages = TiedWeights(self._learned), HalfAverages(self._learned)
         self.bad_steps = BadStepWatch(
@@ -255,6 +257,10 @@ class StepWatch:
             with self._paused():
                 self._names_of(optimizer, state)
                 self.learning.step_begins(optimizer, state)
+                use = self.learning.use_of(state)
+                if is_due(use.followed):
+                    models = self.models.of(optimizer)
+                    self.frozen.step_begins(use, state.names, parameters_of(optimizer), models)
                 self.cleaned.step_begins(optimizer, state.steps + 1)
                 self.replicas.step_begins(optimizer, state)
             self.bad_steps.note_norm(optimizer, state)

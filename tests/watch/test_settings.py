@@ -1,0 +1,197 @@
+"""Settings that do nothing: frozen parameters that train, and others that do not.
+
+As in ``test_learning``, ``# expect: AMP650`` marks the line of the one finding that a script must have.
+"""
+
+import pytest
+
+from .test_learning import expected_and_found, run
+
+FAULTS = {
+    "an attribute of a module": """
+        model = Net()
+        model.encoder.requires_grad = False  # expect: AMP650
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
+    "a misspelled attribute of parameters": """
+        model = Net()
+        for parameter in model.encoder.parameters():
+            parameter.require_grad = False  # expect: AMP650
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
+    "an attribute that only Keras knows": """
+        model = Net()
+        model.encoder.trainable = False  # expect: AMP650
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
+    "a condition that holds for no name": """
+        FROZEN = ("backbone.", "stem.")
+
+        def freeze(model):
+            for name, parameter in model.named_parameters():
+                if name.startswith(FROZEN):
+                    parameter.requires_grad = False  # expect: AMP650
+
+        model = Net()
+        freeze(model)
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
+    "a comparison": """
+        model = Net()
+        for parameter in model.encoder.parameters():
+            parameter.requires_grad == False  # expect: AMP650
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
+    "the data of parameters": """
+        model = Net()
+        for parameter in model.encoder.parameters():
+            parameter.data.requires_grad = False  # expect: AMP650
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
+    "the state dict": """
+        model = Net()
+        for name, value in model.state_dict().items():
+            if name.startswith("encoder."):
+                value.requires_grad_(False)  # expect: AMP650
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
+    "a function that only calls eval": """
+        def freeze_encoder(model):
+            model.encoder.eval()  # expect: AMP650
+
+        model = Net()
+        freeze_encoder(model)
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
+    "a copy that nothing uses": """
+        model = Net()
+        encoder = copy.deepcopy(model.encoder)
+        encoder.eval()
+        encoder.requires_grad_(False)  # expect: AMP650
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
+    "too late, with gradients of zeros and weight decay": """
+        model = Net()
+        optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        for step in range(60):
+            if step == 5:
+                for parameter in model.encoder.parameters():
+                    parameter.requires_grad = False  # expect: AMP650
+            optimizer.zero_grad(set_to_none=False)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
+    "an embedding, frozen by default": """
+        embedding = nn.Embedding.from_pretrained(torch.randn(20, 8))  # expect: AMP651
+        model = nn.Sequential(embedding, Net())
+        train(model, SGD(model.parameters(), lr=0.1), draw=lambda: (torch.randint(0, 20, (32,)), y))
+    """,
+    "a plain tensor": """
+        model, shift = Net(), torch.zeros(8)
+        optimizer = SGD([*model.parameters(), shift], lr=0.1)  # expect: AMP651
+        for _ in range(40):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x + shift), y).backward()
+            optimizer.step()
+    """,
+}
+
+FINE = {
+    "a flag of a module of its own": """
+        class Flagged(Net):
+            def __init__(self):
+                super().__init__()
+                self.requires_grad = False
+                self.trainable = False
+            def forward(self, x):
+                return super().forward(x if self.requires_grad or self.trainable else x.detach())
+
+        model = Flagged()
+        assert not model.requires_grad and not hasattr(model.head, "requires_grad")
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
+    "a condition that holds for some, and one that a setting switches off": """
+        def freeze(model, prefixes, never=()):
+            for name, parameter in model.named_parameters():
+                if name.startswith(prefixes):
+                    parameter.requires_grad = False
+            for name, parameter in model.named_parameters():
+                if name.startswith(never):
+                    parameter.requires_grad = False
+
+        model = Net()
+        freeze(model, "encoder")
+        train(model, SGD([each for each in model.parameters() if each.requires_grad], lr=0.1))
+        other, NEVER = Net(), ()
+        for name, parameter in other.named_parameters():
+            if name in NEVER:
+                parameter.requires_grad_(False)
+        train(other, SGD(other.parameters(), lr=0.1))
+    """,
+    "a part that is frozen, and unfrozen later": """
+        model = Net()
+        for parameter in model.encoder.parameters():
+            parameter.requires_grad = False
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        train(model, optimizer, steps=20)
+        for parameter in model.encoder.parameters():
+            parameter.requires_grad = True
+        train(model, optimizer, steps=20)
+    """,
+    "frozen after some steps, without gradients": """
+        model = Net()
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        train(model, optimizer, steps=5)
+        for parameter in model.encoder.parameters():
+            parameter.requires_grad = False
+        train(model, optimizer)
+    """,
+    "a frozen copy that teaches, and one that is compared at the end": """
+        model = Net()
+        teacher, start = copy.deepcopy(model), copy.deepcopy(model)
+        for each in (teacher, start):
+            each.requires_grad_(False)
+        for parameter in start.parameters():
+            parameter.requires_grad = False
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(40):
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) + F.mse_loss(model(x), teacher(x))).backward()
+            optimizer.step()
+        sum((a - b).norm() for a, b in zip(model.parameters(), start.parameters()))
+    """,
+    "statistics that are frozen by a function of this name": """
+        def freeze_bn(model):
+            for module in model.modules():
+                if isinstance(module, nn.BatchNorm1d):
+                    module.eval()
+
+        model = mlp(nn.BatchNorm1d(16))
+        freeze_bn(model)
+        train(model, SGD(model.parameters(), lr=0.1), steps=8)
+    """,
+    "embeddings that are frozen on purpose, or train after all": """
+        weights = torch.randn(20, 8)
+        for made in (
+            nn.Embedding.from_pretrained(weights, freeze=True),
+            nn.Embedding.from_pretrained(weights),  # stays frozen
+            nn.Embedding.from_pretrained(weights).requires_grad_(True),
+        ):
+            model = nn.Sequential(made, Net())
+            train(model, SGD(model.parameters(), lr=0.1), draw=lambda: (torch.randint(0, 20, (32,)), y))
+    """,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_setting_without_effect_is_found_at_its_line(name, tmp_path):
+    expected, found = expected_and_found(FAULTS[name], tmp_path)
+    assert [(each.place.line, each.rule.code) for each in found] == expected, [str(each) for each in found]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FINE)
+def test_a_setting_with_effect_is_none(name, tmp_path):
+    _, found = run(FINE[name], tmp_path)
+    assert not found, [str(each) for each in found]
