@@ -93,7 +93,14 @@ def steps(where: str) -> Result:
                "two products, and its weights are kept."],
     )  # fmt: skip
     fp32 = None
-    for precision in ("fp32", "emulate:e4m3", "emulate:mxfp8", "emulate:nvfp4", "emulate:nvfp4,stochastic"):
+    for precision in (
+        "fp32",
+        "emulate:e4m3",
+        "emulate:mxfp8",
+        "emulate:nvfp4,plain",
+        "emulate:nvfp4,plain,stochastic",
+        "emulate:nvfp4",
+    ):
         torch.manual_seed(0)
         with torch.device(device):
             model, batch, loss_fn = make()

@@ -51,8 +51,8 @@ def test_any_step_can_be_emulated():
     model, x = net(), torch.randn(4, 8)
     with emulated(model, {model: recipe_for_format("nvfp4")}):
         expected = model(x).square().mean().item()
-    done = again(contents_of(model, x, "fp32"), "emulate:nvfp4")
-    assert (done.ended.loss, done.precision, done.as_it_was) == (expected, "emulate:nvfp4", False)
+    done = again(contents_of(model, x, "fp32"), "emulate:nvfp4,plain")
+    assert (done.ended.loss, done.precision, done.as_it_was) == (expected, "emulate:nvfp4,plain", False)
 
 
 def test_modules_that_were_kept_are_kept():

@@ -17,7 +17,7 @@ from .engine_toys import same
 
 pytestmark = pytest.mark.usefixtures("small_operations_are_cheap")
 
-FORMATS = ["mxfp8", "mxfp4", "nvfp4", "e4m3", "e4m3/e4m3", "e5m2", "mxfp6/mxfp8", "bf16", "bf16/e5m2"]
+FORMATS = ["mxfp8", "mxfp4", "nvfp4,plain", "e4m3", "e4m3/e4m3", "e5m2", "mxfp6/mxfp8", "bf16", "bf16/e5m2"]
 LR = 0.1
 
 
@@ -97,7 +97,7 @@ def test_where_gradients_are_too_small_for_the_format_the_loss_is_scaled():
     assert lost.blocks[0].qkv.weight.grad.norm() < 0.99 * scaled
 
 
-@for_each("precision", ["mxfp8", "nvfp4", "e4m3", "e4m3/mxfp4", "mxfp4/bf16", "bf16/e4m3"])
+@for_each("precision", ["mxfp8", "nvfp4,plain", "e4m3", "e4m3/mxfp4", "mxfp4/bf16", "bf16/e4m3"])
 def test_a_layer_by_hand_in_float64(precision):
     torch.manual_seed(0)
     layer, x = nn.Linear(48, 40, bias=False), torch.randn(20, 48)
@@ -543,7 +543,7 @@ def test_a_product_of_nested_tensors_is_reported(off, capsys):
 
 
 @pytest.mark.half_by_day
-@pytest.mark.parametrize("precision", ["emulate:mxfp8", "emulate:nvfp4,stochastic", "emulate:fp16"])
+@pytest.mark.parametrize("precision", ["emulate:mxfp8", "emulate:nvfp4", "emulate:fp16"])
 def test_a_checkpoint_goes_on_as_if_nothing_had_been(precision):
     model, engine, loss_fn = training(precision)
     engine.step(loss_fn, batch(0))
@@ -630,7 +630,7 @@ def test_two_ranks_train_on_the_mean_of_their_emulated_gradients(tmp_path, warm)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["emulate:mxfp8", "emulate:e4m3", "emulate:nvfp4"])
+@pytest.mark.parametrize("precision", ["emulate:mxfp8", "emulate:e4m3", "emulate:nvfp4,plain", "emulate:nvfp4,nearest"])
 def test_in_cuda_graphs(precision):
     """Captured or not, the step is the same, and nothing waits."""
     results = []
@@ -649,7 +649,7 @@ def test_in_cuda_graphs(precision):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", FORMATS)
+@pytest.mark.parametrize("precision", [*FORMATS, "nvfp4,nearest"])
 def test_on_a_gpu_as_on_the_cpu(precision):
     results = []
     for device in ("cpu", "cuda"):

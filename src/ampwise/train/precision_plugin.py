@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from ampwise.finding import Finding
 from ampwise.numbers.emulation.emulated_matmuls import MatmulEmulation
-from ampwise.numbers.emulation.recipe import EmulationRecipe
+from ampwise.numbers.emulation.recipe import BF16, EmulationRecipe
 from ampwise.train.float8.recipe import Fp8
 from ampwise.train.precision.contexts import NO_CONTEXT
+from ampwise.train.precision.kept_layers import kept_layers
 from ampwise.train.precision.policy import Policy, modules_with_wrappers, named_modules
 from ampwise.train.precision.precision import TrainPrecision
 
@@ -102,11 +103,19 @@ class EmulationPlugin(PrecisionPlugin):
 
 
 def make_emulation(policy: Policy, recipe: EmulationRecipe, models: Sequence[Module]) -> MatmulEmulation:
-    """Return an emulation of all matmuls of the models by one recipe, except in the policy's kept modules."""
+    """Return an emulation of all matmuls of the models by one recipe, except in the policy's kept modules.
+
+    A pretraining recipe also leaves layers in BF16, unless the policy decides about them or a module around them.
+    """
     whole = models[0] if len(models) == 1 else ModuleList(models)
     recipes: dict[Module, EmulationRecipe | None] = {}
     for model in models:  # also the modules inside DDP or torch.compile wrappers, which may be called directly
         recipes.update((module, recipe) for name, module in modules_with_wrappers(model) if not name)
     named = named_modules(whole)
-    recipes.update((named[name], None) for name in policy.modules(whole))
+    by_policy = [named[name] for name in policy.modules(whole)]
+    if recipe.pretraining:
+        decided = {inner for module in by_policy for inner in module.modules()}
+        sensitive = (module for model in models for module in kept_layers(model))
+        recipes.update((module, BF16) for module in sensitive if module not in decided)
+    recipes.update((module, None) for module in by_policy)
     return MatmulEmulation(whole, recipes)

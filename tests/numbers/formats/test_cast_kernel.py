@@ -68,6 +68,13 @@ def test_scales_that_are_rounded_up(name):
         assert_same_bits(launch_cast(values, fmt), cast(values, fmt))
 
 
+def test_the_256_values_of_a_square_of_a_weight():
+    fmt = replace(NVFP4, block_size=256)
+    for values in hard_values(torch.float32, 256 * 21).values():
+        assert_same_bits(launch_cast(values.reshape(3, -1), fmt), cast(values.reshape(3, -1), fmt))
+    assert not can_round(torch.ones(1), replace(NVFP4, four_over_six=True)), "which takes two casts"
+
+
 @for_each("largest", [2688.0, 6.1, 3e38, 1.7e-30, 3.3e-41])
 def test_quotients_that_are_ties_or_nearly(largest):
     values = nvfp4_ties(largest)

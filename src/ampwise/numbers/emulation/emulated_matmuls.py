@@ -3,6 +3,9 @@
 Matmuls are intercepted below autograd, at the operators (``aten::mm`` and others): this covers layers, einsum and
 attention alike, and the matmuls of the backward pass, whose operands are rounded along the dimension that *they* sum
 over, as in hardware with block formats. A matmul of the backward pass uses the recipe of its forward matmul.
+
+In a pretraining recipe, matmuls of weights differ from others. A weight is a module's parameter, or whatever a linear
+layer multiplies its input by, and is recognised by its storage, in the backward pass too.
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import key_extractor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import Module
+from torch.nn import Embedding, EmbeddingBag, Linear, Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
@@ -24,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from ampwise.finding.log import log
 from ampwise.numbers.emulation.eager_mode import run_eagerly
 from ampwise.numbers.emulation.node_recipes import NodeRecipes, checkpoint_depth, in_backward
-from ampwise.numbers.emulation.recipe import EmulationRecipe
+from ampwise.numbers.emulation.recipe import BF16, EmulationRecipe, hadamard
 
 aten = torch.ops.aten
 
@@ -75,6 +78,8 @@ class MatmulEmulation:
             for module, recipe in self._recipes.items():
                 stack.callback(module.register_forward_pre_hook(mode.enters(recipe), prepend=True).remove)
                 stack.callback(module.register_forward_hook(mode.leaves, always_call=True).remove)
+                if recipe is not None and recipe.pretraining:  # last, when FSDP has gathered the weights
+                    stack.callback(module.register_forward_pre_hook(mode.notes_weights).remove)
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             # nn.MultiheadAttention has a fused path for inference.
             stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
@@ -101,32 +106,48 @@ def _inherited(model: Module, recipes: Mapping[Module, EmulationRecipe | None]) 
     return found
 
 
+class _Entered(NamedTuple):
+    """A module whose forward runs."""
+
+    recipe: EmulationRecipe | None
+    checkpoints: int  # checkpoint frames around it
+    module: Module
+
+
 class _Products(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._told: set[str] = set()
-        self._inside: list[tuple[EmulationRecipe | None, int]] = []  # per enclosing module: recipe and checkpoint depth
+        self._inside: list[_Entered] = []
         self._nodes = NodeRecipes()
         # To recognise gradients: they are created in the backward pass, or are not operands of a forward matmul. Both
         # are needed: a checkpoint stops before its last matmul, and the user may pass in a gradient.
         self._operands, self._born_in_backward = _Storages(), _Storages()
+        self._weights, self._embeddings = _Storages(), _Storages()  # for pretraining recipes
 
     def enters(self, recipe: EmulationRecipe | None) -> Callable[..., None]:
         def enter(module: Module, args: Any) -> None:
-            self._note()
-            self._inside.append((recipe, checkpoint_depth()))
+            self._note(self._here())
+            self._inside.append(_Entered(recipe, checkpoint_depth(), module))
 
         return enter
 
     def leaves(self, module: Module, args: Any, output: Any) -> None:
         self._inside.pop()
 
+    def notes_weights(self, module: Module, args: Any) -> None:
+        self._weights.add(module.parameters(recurse=False))
+        if isinstance(module, Embedding | EmbeddingBag):
+            self._embeddings.add(module.parameters(recurse=False))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _must_decompose(func, args):
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         operands, recipe = _operands(func, args), self._here()
-        self._note()
+        if recipe is not None and recipe.pretraining and operands is not None and not self._is_narrow(operands):
+            recipe = BF16
+        self._note(recipe)
         if recipe is None:
             result = func(*args, **(kwargs or {}))
         elif operands is None:
@@ -141,20 +162,33 @@ class _Products(TorchDispatchMode):
 
     def _here(self) -> EmulationRecipe | None:
         """Return the recipe of the current module, or in a backward pass that of the forward matmul."""
-        return self._inside[-1][0] if self._inside else self._nodes.recipe()
+        return self._inside[-1].recipe if self._inside else self._nodes.recipe()
 
-    def _note(self) -> None:
+    def _is_narrow(self, operands: Sequence[Tensor]) -> bool:
+        """Return whether a pretraining recipe makes this matmul narrow: one of weights, except of a tied head.
+
+        A backward pass has the recipe that its forward matmul got.
+        """
+        if in_backward():
+            return True
+        if self._inside and isinstance(self._inside[-1].module, Linear):
+            self._weights.add(operands[1:])  # computed, as with torch.nn.utils.parametrize
+        return any(each in self._weights and each not in self._embeddings for each in operands)
+
+    def _note(self, own: EmulationRecipe | None) -> None:
+        """Record the recipe of the backward matmuls of what was just called."""
         if not self._nodes.has_new:
             return
         around, here = checkpoint_depth(), self._here()
-        outer = (recipe for recipe, checkpoints in reversed(self._inside) if checkpoints < around)
-        self._nodes.note(here, next(outer, self._nodes.recipe()) if around else here)
+        outer = (each.recipe for each in reversed(self._inside) if each.checkpoints < around)
+        self._nodes.note(own, next(outer, self._nodes.recipe()) if around else here)
 
     def _product(self, func: Any, args: Any, kwargs: Any, recipe: EmulationRecipe, operands: Sequence[Tensor]) -> Any:
         if torch.is_grad_enabled() and not in_backward():
             self._operands.add(operands)
         if func in MATMUL_OPERANDS:
-            return _matmul(func, args, kwargs, recipe, self._gradient_among(operands))
+            are_weights = tuple(recipe.pretraining and operand in self._weights for operand in operands)
+            return _matmul(func, args, kwargs, recipe, self._gradient_among(operands), are_weights)
         return _convolution(args, recipe) if func is aten.convolution.default else _convolution_backward(args, recipe)
 
     def _tell_if_whole(self, func: Any) -> None:
@@ -256,13 +290,24 @@ def _operands(func: Any, args: Any) -> tuple[Tensor, ...] | None:
     return (args[1], args[2]) if func is aten.convolution_backward.default else None
 
 
-def _matmul(func: Any, args: Any, kwargs: Any, recipe: EmulationRecipe, are_gradients: tuple[bool, ...]) -> Any:
+def _matmul(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    recipe: EmulationRecipe,
+    are_gradients: tuple[bool, ...],
+    are_weights: tuple[bool, ...],
+) -> Any:
     first, second = MATMUL_OPERANDS[func]
     a, b = args[first], args[second]
-    summed_over = -1 if b.ndim == 1 else -2
+    dims = (-1, -1 if b.ndim == 1 else -2)
+    of_weight = recipe.pretraining and any(are_gradients) and not any(are_weights)  # a weight's gradient
     given = [_wide(each) for each in args]
-    given[first] = recipe.of(a, -1, is_gradient=are_gradients[0])
-    given[second] = recipe.of(b, summed_over, is_gradient=are_gradients[1])
+    for place, operand, dim, is_gradient, is_weight in zip(
+        (first, second), (a, b), dims, are_gradients, are_weights, strict=True
+    ):
+        spread = hadamard(operand, dim) if of_weight else operand
+        given[place] = recipe.of(spread, dim, is_gradient=is_gradient, is_weight=is_weight)
     return func(*given, **kwargs).to(a.dtype)
 
 

@@ -11,11 +11,18 @@ from ampwise.errors import BadInput
 from ampwise.numbers.formats import BlockFormat, Format, find_format
 from ampwise.numbers.formats.cast import Rounding, cast, kernels_for
 
-STOCHASTIC, UP = "stochastic", "up"  # after the formats
+# Options, after the formats.
+NEAREST, STOCHASTIC, UP, PLAIN, FOUR_OVER_SIX = "nearest", "stochastic", "up", "plain", "four-over-six"
+OPTIONS = frozenset({NEAREST, STOCHASTIC, UP, PLAIN, FOUR_OVER_SIX})
 # Formats of up to this many bits need a scale for each tensor.
 SCALED_UP_TO_BITS = 8
 # Formats of gradients where the format itself has too little range for them, as in NVIDIA's hybrid recipe.
 FOR_GRADIENTS = {"e4m3fn": "e5m2", "e4m3fnuz": "e5m2fnuz"}
+# Formats in which models train by a published recipe: see ``EmulationRecipe.pretraining``.
+WITH_PRETRAINING = frozenset({"nvfp4"})
+SIDE = 16  # of a weight's square blocks, and of the Hadamard matrix
+# The signs of its rows, drawn once, as bits; and whether a number of four bits has an odd count of ones.
+SIGNS, PARITY = 0x9D1B, 0x6996
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +31,11 @@ class EmulationRecipe:
 
     ``scaled``: before rounding, an operand in a narrow format is multiplied by the scale that puts its largest
     magnitude at the format's largest value; block formats have scales of their own.
+
+    ``pretraining``: the recipe of "Pretraining Large Language Models with NVFP4" (NVIDIA, 2025, arXiv:2509.25149). Only
+    matmuls of weights are narrow, and all others in BF16, as are those of ``kept_layers``. A weight has a scale for
+    each 16×16 values, so that it is the same in the forward pass and for the input's gradient. Both operands of the
+    weight's gradient are multiplied by a random Hadamard matrix first. Gradients are rounded stochastically.
     """
 
     name: str
@@ -31,10 +43,13 @@ class EmulationRecipe:
     backward: Format | BlockFormat
     scaled: bool
     rounding: Rounding = "nearest"  # of gradients; all other operands are rounded to nearest
+    pretraining: bool = False
 
-    def of(self, tensor: Tensor, dim: int, *, is_gradient: bool) -> Tensor:
+    def of(self, tensor: Tensor, dim: int, *, is_gradient: bool, is_weight: bool = False) -> Tensor:
         """Return a rounded operand; ``dim`` is the dimension that the matmul sums over."""
         fmt = self.backward if is_gradient else self.forward
+        if self.pretraining and is_weight and not is_gradient and tensor.dim() > 1 and isinstance(fmt, BlockFormat):
+            return round_in_squares(tensor, fmt)
         scaled = self.scaled and _is_narrow(fmt)
         return round_operand(tensor, fmt, dim, scaled=scaled, rounding=self.rounding if is_gradient else "nearest")
 
@@ -43,13 +58,22 @@ class EmulationRecipe:
         """Text that ``parse_recipe`` parses."""
         usual = recipe_for_format(self.forward).backward == self.backward
         formats = self.forward.name if usual else f"{self.forward.name}/{self.backward.name}"
-        words = [STOCHASTIC] * (self.rounding == STOCHASTIC) + [UP] * self.scales_up
+        could = usual and self.forward.name in WITH_PRETRAINING
+        words = [PLAIN] * (could and not self.pretraining)
+        if self.rounding != (STOCHASTIC if self.pretraining else NEAREST):
+            words.append(self.rounding)
+        words += [UP] * self.scales_up + [FOUR_OVER_SIX] * self.four_over_six
         return ",".join([formats, *words])
 
     @property
     def scales_up(self) -> bool:
         """Whether the scales of MX formats are rounded up."""
         return any(isinstance(fmt, BlockFormat) and fmt.scales_up for fmt in (self.forward, self.backward))
+
+    @property
+    def four_over_six(self) -> bool:
+        """Whether the largest value of a block becomes the element 4 or 6, whichever loses less."""
+        return any(isinstance(fmt, BlockFormat) and fmt.four_over_six for fmt in (self.forward, self.backward))
 
     @property
     def needs_loss_scale(self) -> bool:
@@ -88,27 +112,57 @@ def _is_narrow(fmt: Format | BlockFormat) -> bool:
     return isinstance(fmt, BlockFormat) or fmt.bits <= SCALED_UP_TO_BITS
 
 
-def parse_recipe(text: str) -> EmulationRecipe:
-    """Parse a recipe: ``FORMAT[/FORMAT OF GRADIENTS][,stochastic][,up]``.
+BF16 = recipe_for_format("bf16")  # of what a pretraining recipe leaves wide
 
-    up: round the scales of MX formats up, so that the largest value of a block does not saturate.
+
+def parse_recipe(text: str) -> EmulationRecipe:
+    """Parse a recipe: ``FORMAT[/FORMAT OF GRADIENTS][,OPTION...]``.
+
+    NVFP4 for both is the pretraining recipe. Options: ``plain``, without it; ``stochastic`` and ``nearest``, rounding
+    of gradients; ``up``, scales of MX formats rounded up, so that the largest value of a block does not saturate;
+    ``four-over-six``, NVFP4's largest value of a block as a 4 or a 6.
 
     >>> parse_recipe("e4m3/e5m2") == recipe_for_format("e4m3")
     True
-    >>> parse_recipe("nvfp4,stochastic").rounding
-    'stochastic'
+    >>> parse_recipe("nvfp4").pretraining, parse_recipe("nvfp4,plain") == recipe_for_format("nvfp4")
+    (True, True)
     >>> parse_recipe("mxfp8,up").text
     'mxfp8_e4m3,up'
     """
     formats, *words = (part.strip() for part in text.split(","))
     forward, slash, backward = (part.strip() for part in formats.partition("/"))
-    if not set(words) <= {"nearest", STOCHASTIC, UP} or not forward or (slash and not backward):
+    if (
+        not OPTIONS.issuperset(words)
+        or {NEAREST, STOCHASTIC}.issubset(words)
+        or not forward
+        or (slash and not backward)
+    ):
         raise BadInput(
-            f"emulate:{text}: expected FORMAT[/FORMAT OF GRADIENTS][,stochastic][,up], such as emulate:mxfp8, "
-            "emulate:e4m3/e5m2, emulate:nvfp4,stochastic or emulate:mxfp8,up. `ampwise formats` lists formats."
+            f"emulate:{text}: expected FORMAT[/FORMAT OF GRADIENTS][,stochastic][,up][,plain][,four-over-six], such as "
+            "emulate:mxfp8, emulate:e4m3/e5m2, emulate:nvfp4 or emulate:mxfp8,up. `ampwise formats` lists formats."
         )
-    recipe = recipe_for_format(forward, backward or None, "stochastic" if STOCHASTIC in words else "nearest")
+    recipe = recipe_for_format(forward, backward or None)
+    pretraining = recipe.forward == recipe.backward and recipe.forward.name in WITH_PRETRAINING
+    if PLAIN in words and not pretraining:
+        raise BadInput(
+            f"emulate:{text}: only {', '.join(sorted(WITH_PRETRAINING))} has a recipe to leave out by plain."
+        )
+    pretraining = pretraining and PLAIN not in words
+    is_stochastic = STOCHASTIC in words or (pretraining and NEAREST not in words)
+    recipe = replace(recipe, rounding="stochastic" if is_stochastic else "nearest", pretraining=pretraining)
+    if FOUR_OVER_SIX in words:
+        recipe = _with_four_over_six(recipe, f"emulate:{text}")
     return recipe_with_scales_rounded_up(recipe, f"emulate:{text}") if UP in words else recipe
+
+
+def _with_four_over_six(recipe: EmulationRecipe, asked: str) -> EmulationRecipe:
+    def changed(fmt: Format | BlockFormat) -> Format | BlockFormat:
+        return replace(fmt, four_over_six=True) if isinstance(fmt, BlockFormat) and fmt.tensor_scale else fmt
+
+    recipe = replace(recipe, forward=changed(recipe.forward), backward=changed(recipe.backward))
+    if not recipe.four_over_six:
+        raise BadInput(f"{asked}: four-over-six needs NVFP4, whose scales are not powers of two.")
+    return recipe
 
 
 def recipe_with_scales_rounded_up(recipe: EmulationRecipe, asked: str) -> EmulationRecipe:
@@ -146,3 +200,38 @@ def round_operand(
         torch.where(usable, fmt.max / largest.double(), 1.0).clamp(max=torch.finfo(torch.float32).max).to(wide.dtype)
     )
     return cast(wide * scale, fmt, rounding, saturate=True) / scale
+
+
+def round_in_squares(tensor: Tensor, fmt: BlockFormat) -> Tensor:
+    """Round matrices with a scale for each 16×16 values: a matrix and its transpose then have the same values.
+
+    Values beyond the edges count as zeros.
+    """
+    rows, columns = tensor.shape[-2:]
+    padded = torch.nn.functional.pad(tensor, (0, -columns % SIDE, 0, -rows % SIDE))
+    tiles = padded.unflatten(-1, (-1, SIDE)).unflatten(-3, (-1, SIDE)).transpose(-3, -2)
+    as_blocks = round_operand(tiles.flatten(-2), replace(fmt, block_size=SIDE * SIDE), -1, scaled=False)
+    square: Tensor = as_blocks.unflatten(-1, (SIDE, SIDE)).transpose(-3, -2).flatten(-4, -3).flatten(-2)
+    return square[..., :rows, :columns]
+
+
+def hadamard(tensor: Tensor, dim: int) -> Tensor:
+    """Multiply each 16 values along a dimension by a Hadamard matrix with random signs, which is orthogonal.
+
+    Outliers are spread over the 16. If both operands of a matmul are transformed along the dimension that it sums over,
+    the product stays the same. The dimension is padded with zeros. The signs are the same everywhere and always, as in
+    the paper.
+
+    >>> x = torch.eye(16)
+    >>> torch.allclose(hadamard(x, -1) @ hadamard(x, -1).T, x, atol=1e-6)
+    True
+    """
+    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+    along = wide.movedim(dim, -1)
+    blocks = torch.nn.functional.pad(along, (0, -along.shape[-1] % SIDE)).unflatten(-1, (-1, SIDE))
+    # Computed, as a CUDA graph could not capture a copy from the host.
+    number = torch.arange(SIDE, device=tensor.device)
+    signs = 1 - 2 * ((SIGNS >> number) & 1)
+    matrix = (1 - 2 * ((PARITY >> (number[:, None] & number)) & 1)) * signs[:, None] / SIDE**0.5
+    spread: Tensor = (blocks @ matrix.to(wide.dtype)).flatten(-2).movedim(-1, dim)
+    return spread

@@ -21,6 +21,7 @@ from ampwise.numbers.formats.catalog import find_format
 from ampwise.numbers.formats.format import BlockFormat, Format
 
 Rounding = Literal["nearest", "stochastic"]
+FOUR, ROOM_FOR_FOUR = 4.0, 256.0  # of four-over-six: the other element, and the largest scale for a 6
 
 
 def cast(
@@ -265,21 +266,34 @@ def _cast_blocks(wide: Tensor, fmt: BlockFormat, rounding: Rounding, generator: 
     # Dividing by a power of two is exact; a quotient by NVFP4's scales needs FP64, or it would be rounded twice.
     blocks = padded.unflatten(1, (-1, fmt.block_size)).to(torch.float64 if fmt.tensor_scale else wide.dtype)
     lowest, highest = torch.aminmax(blocks, dim=-1, keepdim=True)
-    scales = _block_scales(torch.maximum(-lowest, highest).double(), fmt).to(blocks.dtype)
+    largest = torch.maximum(-lowest, highest).double()
+    scales = _block_scales(largest, fmt).to(blocks.dtype)
+    if fmt.four_over_six:
+        wider = _block_scales(largest, fmt, onto=FOUR).to(blocks.dtype)
+        lost, lost_wider = (
+            (_cast_scalar(blocks / each, fmt.element, "nearest", True, None) * each - blocks).square().sum(-1, True)
+            for each in (scales, wider)
+        )
+        scales = torch.where(lost_wider < lost, wider, scales)
     elements = _cast_scalar(blocks / scales, fmt.element, rounding, True, generator)
     values = elements.mul_(scales.masked_fill(~scales.isfinite(), math.nan))
     return values.flatten(1)[:, : rows.shape[1]].reshape(wide.shape).to(wide.dtype)
 
 
-def _block_scales(largest: Tensor, fmt: BlockFormat) -> Tensor:
-    """Return block scales from the blocks' largest magnitudes; NaN where a magnitude is not finite."""
+def _block_scales(largest: Tensor, fmt: BlockFormat, onto: float | None = None) -> Tensor:
+    """Return block scales from the blocks' largest magnitudes; NaN where a magnitude is not finite.
+
+    onto: with a tensor scale, the element that the largest magnitude becomes; by default the format's largest.
+    """
     finite = largest.masked_fill(~largest.isfinite(), 0.0)
     if fmt.tensor_scale:
         # NVFP4: an FP32 scale puts the largest block scale at the scale format's maximum; the block's own
         # scale is rounded to nearest.
-        whole = (finite.amax() / (fmt.element.max * fmt.scale.max)).float().double()
+        # To leave room for the scale that makes it a 4, which is 1.5 times as large, four-over-six stops at 256.
+        most = ROOM_FOR_FOUR if fmt.four_over_six else fmt.scale.max
+        whole = (finite.amax() / (fmt.element.max * most)).float().double()
         whole = torch.where(whole > 0, whole, 1.0).clamp(max=torch.finfo(torch.float32).max)
-        rounded = _cast_scalar(finite / fmt.element.max / whole, fmt.scale, "nearest", True, None)
+        rounded = _cast_scalar(finite / (onto or fmt.element.max) / whole, fmt.scale, "nearest", True, None)
         scales = torch.where(rounded > 0, rounded, fmt.scale.smallest) * whole
     else:
         # OCP MX: the power of two that puts the largest magnitude into the element's top binade.

@@ -160,6 +160,8 @@ def _blocks(fmt: BlockFormat) -> dict[str, Any] | None:
     few_bits = scale is not None and scale.MANTISSA + fmt.element.mantissa_bits <= 6
     if grid is None or grid.wide or not (few_bits or powers) or fmt.block_size & (fmt.block_size - 1):
         return None
+    if fmt.four_over_six:  # two casts of each block, of which the kernel does one
+        return None
     return {
         **asdict(grid), "TOP": top, "SCALES_UP": fmt.scales_up, "TENSOR_SCALE": fmt.tensor_scale,
         "SCALE_MANTISSA": scale.MANTISSA if scale else 0, "SCALE_LOWEST": scale.LOWEST if scale else 0,

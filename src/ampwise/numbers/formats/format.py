@@ -170,6 +170,9 @@ class BlockFormat:
     # Double a power-of-two scale if the block's largest value would saturate. OCP's rule does not, and cuts up to an
     # eighth off that value in E4M3, a quarter in E2M1.
     scales_up: bool = False
+    # With a tensor scale: the block's largest value becomes the element 6 or 4, whichever loses less. E2M1 has no value
+    # between them, so that a block with many values just below its largest loses most.
+    four_over_six: bool = False
     aliases: tuple[str, ...] = ()
     since: str = ""
     training: str = ""

@@ -343,13 +343,20 @@ class Policy:
 
     def _by_layer(self, model: nn.Module) -> dict[nn.Module, tuple[str, str]]:
         """Return precision and reason for modules that do not run in the base precision."""
-        from ampwise.train.float8.layer_choice import describe_layers, torchao_layers  # imports this module
+        from ampwise.train.float8.layer_choice import (
+            describe_layers,
+            torchao_layers,
+        )  # imports this module, as the next
+        from ampwise.train.precision.kept_layers import kept_layers
 
         if self.base == "fp8":
             return describe_layers(model, self.patterns(model))
         found = torchao_layers(model)  # in every precision
         if self.base.startswith(EMULATE):
             found.update((each, NO_MATMULS) for each in model.modules() if isinstance(each, WITHOUT_MATMULS))
+            recipe = precision_named(self.base).recipe
+            if recipe is not None and recipe.pretraining:
+                found.update((module, ("bf16", why)) for module, why in kept_layers(model).items())
         return found
 
 

@@ -116,7 +116,7 @@ class _AsTheyAre(EmulationRecipe):
 
     __slots__ = ()
 
-    def of(self, tensor: Tensor, dim: int, *, is_gradient: bool) -> Tensor:
+    def of(self, tensor: Tensor, dim: int, *, is_gradient: bool, is_weight: bool = False) -> Tensor:
         return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
