@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ampwise.check.source.cases import ALWAYS, Conditions, Made, cases_of, conditions_at, joined
+from ampwise.check.source.cases import ALWAYS, Conditions, Limit, Made, cases_of, combined, conditions_at, joined
 from ampwise.check.source.casts import (
     Cast,
     cast_dtypes,
@@ -43,8 +43,8 @@ FROZEN_NAME = LazyPattern(
 # Master weights, stochastic rounding: the optimizer keeps more than the half parameters.
 KEEPS_MORE = LazyPattern(
     r"master_?(param|weight|cop|grad|model)|fp32_?(master|param|weight|copy)|float_params|param_copy|stochastic_?round|"
-    r"kahan|optimi\b(?<!\woptimi)|torchao|adamw_?bf16|grad_dtype|keep_fp32|upcast|bf16-pure|adamw?(8bit|4bit|fp8)|"
-    r"bitsandbytes|bnb\b(?<!\wbnb)|fp16_optimizer|mixedprecisionoptimizer"
+    r"kahan|optimi\b(?<!\woptimi)|torchao|adamw_?bf16|grad_dtype|keep_fp32|upcast|bf16-pure|"
+    r"fp16_optimizer|mixedprecisionoptimizer"
 )
 # Adapters and quantised bases: the trained parameters are others.
 TRAINS_OTHERS = LazyPattern(
@@ -52,13 +52,14 @@ TRAINS_OTHERS = LazyPattern(
     r"cast_training_params"
 )
 ADAPTS = LazyPattern(
-    r"get_peft_model|(apply|add|inject|insert|replace|with|to)\w*_(lora|adapter)|lora_?model|^(apply|add|inject)_?lora"
+    r"get_peft_model|peftmodel|prepare_model_for|(apply|add|inject|insert|replace|with|to)\w*_(lora|adapter)|lora_?model|^(apply|add|inject)_?lora"
 )
 # What is frozen: `net.requires_grad_(False)`, a loop over its parameters, `freeze(net)`.
 FREEZES = LazyPattern(
     r"([\w.]+)\.requires_grad_\(\s*(?:requires_grad\s*=\s*)?False|freeze\w*\(\s*([\w.]+)|requires_grad\(([\w.]+),\s*False|"
     r" in ([\w.]+)\.(?:named_)?parameters\(\):\s+(?:[^\n]*\n\s+){0,2}?\w+\.requires_grad(?:_\(|\s*=\s*)False"
 )
+TRAINS_AGAIN = LazyPattern(r"\.requires_grad(_\((True)?\)|\s*=\s*True)")
 # A function with these words may cast a model, or make its optimizer.
 PREPARES: Words = (".half(", "float16", "dtype", "HalfTensor", ".parameters(", "param")
 GROUPS = LazyPattern(r"param|group|^(filter|list|tuple|chain|iter|sorted|itertools)$")
@@ -66,6 +67,10 @@ COPIES = frozenset(("clone", "float", "to", "copy", "deepcopy", "detach"))
 DISPLAYS = (ast.List, ast.Tuple, ast.Dict, ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.BinOp)
 MOST_FOLLOWED_CALLS = 40
 POLICIES = ("MixedPrecision", "MixedPrecisionPolicy")  # of FSDP
+OPTION = LazyPattern(r"[\w.\[\]'\"]+$")
+LONGEST_WORD = 60
+DEEPEST_HELPER = 3  # that gives a model its adapters
+NAMED_BY = ("id", "attr", "arg", "name")  # the fields of syntax nodes that are names
 DEEPEST = 6  # names and calls between an optimizer and the module whose parameters it gets
 
 
@@ -151,8 +156,7 @@ def half_models(code: SourceFile) -> dict[str, list[HalfModel]]:
 def half_by_default(code: SourceFile) -> list[Cast]:
     """Return the calls of ``torch.set_default_dtype`` that make every later parameter FP16 or BF16."""
     found = []
-    text = code.script.text
-    for site in code.calls if "set_default_" in text and not KEEPS_MORE.search(text.lower()) else ():
+    for site in code.calls if "set_default_" in code.script.text and not KEEPS_MORE.search(_words(code)) else ():
         frame = site.context.frame
         for dtype, when in default_dtypes(site.call, frame):
             for reached in conditions_at(frame, site.call):
@@ -185,8 +189,10 @@ def sharded_in(code: SourceFile, dtype: str) -> Iterator[tuple[ast.expr, Conditi
 @functools.lru_cache(maxsize=4)  # several rules use it for one file
 def trained_half_models(code: SourceFile) -> list[TrainedHalfModel]:
     """Return the half models that are trained: an optimizer gets their parameters, and a backward follows the cast."""
-    adapts = not _may_train_half(code)
-    if adapts and not _casts_adapters(code):
+    if not _may_train_half(code):
+        return []
+    without_adapters = _ways_without_adapters(code)
+    if not without_adapters and not _casts_adapters(code):
         return []
     found: dict[tuple[int, str, str], TrainedHalfModel] = {}
     for site in _sites(code):
@@ -200,10 +206,10 @@ def trained_half_models(code: SourceFile) -> list[TrainedHalfModel]:
             target = frame.key(targets[0]) if len(targets) == 1 else None
             ways = conditions_at(frame, call)
             for model in _models_optimized(call, site, code):
-                if adapts and model.node not in _casts_adapters(code):
-                    continue
-                if any(joined(model.given, way) is not None for way in ways):
-                    pair = TrainedHalfModel(model, call, frame, target)
+                others = [ALWAYS] if model.node in _casts_adapters(code) else without_adapters
+                given = [both for one in others if (both := joined(model.given, one)) is not None]
+                if any(joined(one, way) is not None for one in given for way in ways):
+                    pair = TrainedHalfModel(replace(model, given=given[0]), call, frame, target)
                     found.setdefault((id(call), model.key, model.dtype), pair)
     return [pair for pair in found.values() if _trains_after(pair.model, code)]
 
@@ -296,7 +302,7 @@ def half_models_held(node: ast.expr, frame: Frame, code: SourceFile) -> Iterator
 
 def half_models_run(region: Region, code: SourceFile, dtype: str) -> list[HalfModel]:
     """Return the models of this dtype that a step runs whose optimizer was made elsewhere."""
-    if not _may_train_half(code):
+    if not _may_train_half(code) or not _ways_without_adapters(code):
         return []
     steps = region.events_of(EventKind.OPTIMIZER_STEP)
     if not all(value.node is None for event in steps for value in event.frame.values(event.receiver)):
@@ -311,7 +317,24 @@ def half_models_run(region: Region, code: SourceFile, dtype: str) -> list[HalfMo
 def _frozen(code: SourceFile) -> set[str]:
     """Return the last parts of the names of modules that the file freezes."""
     found = (next(filter(None, match), "") for match in FREEZES.findall(code.script.text))
-    return {name.rpartition(".")[2] for name in found}
+    frozen = {name.rpartition(".")[2] for name in found}
+    return frozen - _trained_again(code) if frozen else frozen
+
+
+def _trained_again(code: SourceFile) -> set[str]:
+    """Return the models of which the file trains a part that they had: ``for p in model.layers[-1].parameters()``."""
+    replaced = {dotted_text(target) for target, _ in code.assignments}
+    found = set()
+    for loop in code.nodes(ast.For):
+        gone_through = module_gone_through(loop)
+        part = gone_through[1] if gone_through is not None else None
+        while isinstance(part, ast.Subscript):
+            part = part.value
+        names = (dotted_text(part) or "").split(".") if part is not None else []
+        starts = [".".join(names[: end + 1]) for end in range(1, len(names))]
+        if starts and replaced.isdisjoint(starts) and TRAINS_AGAIN.search(code.script.segment(loop)):
+            found.update(names[:-1])
+    return found
 
 
 def only_named_main(context: EventContext) -> bool:
@@ -321,18 +344,65 @@ def only_named_main(context: EventContext) -> bool:
 
 @functools.lru_cache(maxsize=4)  # used for every training step of a file
 def _may_train_half(code: SourceFile) -> bool:
-    """Whether the parameters that a file trains may be the half ones themselves."""
+    """Whether a file names a half dtype, and nothing that keeps more than half parameters."""
     text = code.script.text.lower()
-    return ("half" in text or "float16" in text or "fp16" in text) and not (
-        TRAINS_OTHERS.search(text) or KEEPS_MORE.search(text)
-    )
+    return ("half" in text or "float16" in text or "fp16" in text) and not KEEPS_MORE.search(_words(code))
+
+
+@functools.lru_cache(maxsize=4)
+def _words(code: SourceFile) -> str:
+    """Return the names in a file and its strings of one word, in lower case: its code without comments and messages."""
+    found: set[str] = set()
+    for node in code.tree_nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.update([node.value] if len(node.value) < LONGEST_WORD and " " not in node.value else [])
+        elif isinstance(node, ast.alias):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+        else:
+            found.update(name for field in NAMED_BY if isinstance(name := getattr(node, field, None), str))
+    return "\n".join(sorted(found)).lower()
+
+
+@functools.lru_cache(maxsize=4)
+def _ways_without_adapters(code: SourceFile) -> list[Conditions]:
+    """Return the conditions under which a model has no adapters, so that its own parameters are trained; empty: never.
+
+    Adapters made under an option leave the modes in which it is off.
+    """
+    if not TRAINS_OTHERS.search(_words(code)):
+        return [ALWAYS]
+    made = [call for call in code.nodes(ast.Call) if ADAPTS.search((dotted_text(call.func) or "").lower())]
+    found = [ALWAYS] if made else []
+    for call in made:
+        for reached in _reached(call, code):
+            found = combined(found, _opposites(reached))
+    return [] if made and found == [ALWAYS] else found  # too many
+
+
+def _reached(call: ast.Call, code: SourceFile, depth: int = 0) -> list[Conditions]:
+    """Return the conditions of a call, with those of the calls of its function in this file."""
+    frame = code.frame(code.function_at(call))
+    own, name = conditions_at(frame, call), frame.function.name
+    calls = [other for other in code.nodes(ast.Call) if name and last_name(other.func) == name]
+    calls = [other for other in calls if code.function_at(other) is not frame.function]
+    around = [way for other in calls for way in _reached(other, code, depth + 1)] if depth < DEEPEST_HELPER else []
+    return combined(own, around) if around else own
+
+
+def _opposites(conditions: Conditions) -> list[Conditions]:
+    """Return the ways in which not all of these conditions on options hold."""
+    options = [(name, limit) for name, limit in conditions.items() if OPTION.match(name)]
+    return [
+        {name: Limit(limit.without) if limit.among is None else Limit(without=limit.among)} for name, limit in options
+    ]
 
 
 @functools.lru_cache(maxsize=4)
 def _casts_adapters(code: SourceFile) -> set[ast.expr]:
     """Return the casts of whole models that come after their adapters were made, which they cast, too."""
-    text = code.script.text.lower()
-    if not TRAINS_OTHERS.search(text) or KEEPS_MORE.search(text):
+    if not TRAINS_OTHERS.search(_words(code)):
         return set()
     made: dict[FunctionOutline, list[int]] = {}
     for call in code.nodes(ast.Call):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.events import EventKind
@@ -10,6 +11,7 @@ from ampwise.check.source.torch_names import BF16
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
+    from ampwise.check.source.half_models import TrainedHalfModel
     from ampwise.check.source.project import SourceFile
     from ampwise.watch.run_events import OptimizerStep
 
@@ -43,7 +45,7 @@ def check_source(code: SourceFile) -> Findings:
     if "bfloat16" not in text or "backward(" not in text or code.uses_framework:
         return
     for pair in half_optimizers(code, BF16):
-        if PLAIN.search(pair.frame.qualified(pair.optimizer.func) or dotted_text(pair.optimizer.func) or ""):
+        if _may_be_plain(pair):
             since, lost = pair.model.spot(pair.place), "updates below 1/512 of a weight are lost"
             how = "may have been" if pair.model.given else "have been"
             yield RULE.at(pair.place, f"the weights {how} BF16 since {since}: {lost}")
@@ -51,6 +53,15 @@ def check_source(code: SourceFile) -> Findings:
         for cast in half_by_default(code):
             if cast.dtype == BF16:
                 yield RULE.at(code.script.place(cast.node), "new parameters are BF16: updates below 1/512 are lost")
+
+
+def _may_be_plain(pair: TrainedHalfModel) -> bool:
+    """Whether the class of an optimizer is a plain one, or one of those that an option chooses among."""
+    func = pair.optimizer.func
+    held = pair.frame.values(func) if isinstance(func, ast.Name | ast.Attribute) else []
+    names = [home.qualified(value) or dotted_text(value) for value, home in held if value is not None]
+    names.append(pair.frame.qualified(func) or dotted_text(func))
+    return any(name is not None and PLAIN.search(name) for name in names)
 
 
 def check_event(step: OptimizerStep) -> Findings:
