@@ -71,7 +71,7 @@ def check_source(code: SourceFile) -> Findings:
             name = scale.rpartition(".")[2]
             if _is_large_power_of_two(factor):
                 message = f"the loss is multiplied by a fixed scale of {scale}"
-            elif scale in divided and SCALE_NAME.search(name):
+            elif scale in divided and (_number(factor) is not None or SCALE_NAME.search(name)):
                 message = f"the loss is scaled by hand, by `{scale}`, and nothing checks for inf before the step"
             elif LOSS_SCALE.search(name) and not UNSCALES_ITSELF.search(text) and not divisors:
                 message = f"the loss is multiplied by `{scale}`, but the gradients are never divided by it"
@@ -131,7 +131,8 @@ def _factor(node: ast.expr | None, frame: Frame, depth: int) -> ast.expr | None:
         if isinstance(side, ast.BinOp) and isinstance(side.op, ast.Div):
             side = side.left
         constant = _constant(side, frame)
-        if constant is not None and _is_large_power_of_two(constant):
+        value = _number(constant)
+        if value is not None and value >= SMALLEST_SCALE:
             return constant
         is_scaler = isinstance(side, ast.Attribute) and frame.role(side.value) == SCALER  # scaler._scale
         if _has_scale_name(side) and not is_scaler and not _is_weight(side, frame):

@@ -5,10 +5,12 @@ import re
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.call_events import manages_scaling
-from ampwise.check.source.cases import FALSE, denies
+from ampwise.check.source.cases import FALSE, denies, joined
+from ampwise.check.source.events import EventKind
+from ampwise.check.source.half_models import trained_half_models
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
-from ampwise.check.source.modes import NO_AUTOCAST, ON, UNSEEN, entered_by, modes_of
+from ampwise.check.source.modes import NO_AUTOCAST, ON, UNSEEN, entered_by, modes_of, scalers_held
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.scalers import scalers_made
 from ampwise.check.source.torch_names import BF16, SCALER_NAME
@@ -66,8 +68,27 @@ def check_source(code: SourceFile) -> Findings:
             place = code.script.place(node)
             line, how = spot(autocast.node, autocast.frame, place), "may be" if autocast.given else "is always"
             yield RULE.at(place, f"autocast {how} BF16 ({line}): there is nothing to scale")
+    yield from _on_bf16_weights(code, reported)
     yield from _on_with_a_scaler(code, reported)
     yield from _steps_unseen(code, {mode.scaler.node for mode in modes_of(code)})
+
+
+def _on_bf16_weights(code: SourceFile, reported: set[ast.AST]) -> Findings:
+    """Yield scalers that step an optimizer of BF16 weights, without an autocast that may be FP16."""
+    steps = [event for event in code.events if event.kind == EventKind.SCALER_STEP]
+    if not steps or any(mode.autocast.dtype not in (NO_AUTOCAST, BF16) for mode in modes_of(code)):
+        return
+    for pair in trained_half_models(code):
+        step = next((step for step in steps if pair.model.dtype == BF16 and pair.is_applied_by(step)), None)
+        for made in scalers_held(step.frame, step.receiver) if step is not None else ():
+            is_on = made.state == ON and joined(made.given, pair.model.given) is not None
+            if is_on and made.node is not None and made.frame is not None and made.frame.outline is code.outline:
+                apart = made.given.keys() - pair.model.given.keys()
+                if made.node not in reported and not any(map(_is_about_precision, apart)):
+                    reported.add(made.node)
+                    place = code.script.place(made.node)
+                    line, how = pair.model.spot(place), "may be" if pair.model.given else "are"
+                    yield RULE.at(place, f"the weights {how} BF16 since {line}: there is nothing to scale")
 
 
 def _is_contradictory(given: Conditions) -> bool:

@@ -36,11 +36,12 @@ RULE = Rule(
 NEEDS = (
     SAYS_FP16,
     ("masked_fill", "where(", "mask"),
-    ("-1e", "1e9", "1e10", "1e5", "1e6", "1e7", "1e8", "-1000", "-9", "e+"),
+    ("-1e", "1e9", "1e10", "1e5", "1e6", "1e7", "1e8", "-1000", "-9", "e+", "finfo"),
 )
 
 LARGEST = 65504.0
-BEYOND = LazyPattern(r"\de\+?\d|\d{5}", re.IGNORECASE)
+FINFO = {"torch.float32": 3.4e38, "torch.float": 3.4e38, "torch.bfloat16": 3.39e38, "torch.float64": 1.8e308}
+BEYOND = LazyPattern(r"\de\+?\d|\d{5}|finfo", re.IGNORECASE)
 WRITES = (ast.BinOp, ast.Assign, ast.Call)
 
 
@@ -94,7 +95,7 @@ def _too_large(node: ast.expr, frame: Frame) -> bool:
 
 
 def _number(node: ast.expr | None) -> float | None:
-    """Return the value of ``-1e9`` or ``float("-1e9")``."""
+    """Return the value of ``-1e9``, ``float("-1e9")`` or ``torch.finfo(torch.float32).min``."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         inner = _number(node.operand)
         return None if inner is None else -inner
@@ -104,6 +105,16 @@ def _number(node: ast.expr | None) -> float | None:
             return float(node.value) if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
         except ValueError:
             return None
+    if isinstance(node, ast.Attribute) and node.attr in ("min", "max") and isinstance(node.value, ast.Call):
+        asked = ast.unparse(node.value)
+        return next(
+            (
+                (limit if node.attr == "max" else -limit)
+                for name, limit in FINFO.items()
+                if asked == f"torch.finfo({name})"
+            ),
+            None,
+        )
     return literal_number(node)
 
 
