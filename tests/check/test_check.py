@@ -286,3 +286,80 @@ def test_a_pipe_or_a_huge_file_beside_a_training_script_is_passed_over(folder, t
         "huge.py: larger than 5 MB, which is too large to check",
         "pipe.py: not a file",
     ]
+
+
+STEPS = """
+import torch
+
+def clip(model, scaler, optimizer):
+    {unscale}torch.nn.utils.clip_grad_norm_(model.parameters(), 1)
+"""
+TWICE = """
+from torch.amp import GradScaler
+{imports}
+
+def train(model, optimizer, loader):
+    scaler = GradScaler("cuda")
+    for x, y in loader:
+        optimizer.zero_grad()
+        scaler.scale(model(x, y)).backward()
+        clip(model, scaler, optimizer)
+        scaler.unscale_(optimizer)  # where `clip` does it, too, an error
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize(
+    ("path", "helper", "imports"),
+    [
+        ("train.py", "steps.py", "from steps import clip"),
+        ("tools/train.py", "lab/steps.py", "from lab.steps import clip"),
+        ("lab/train.py", "lab/steps.py", "from .steps import clip"),
+        ("lab/run/train.py", "lab/steps.py", "from ..steps import (\n    clip,\n)"),
+        ("tools/train.py", "lab/steps.py", "from lab import clip"),
+    ],
+)
+def test_a_file_given_by_name_is_read_with_what_it_imports(tmp_path, monkeypatch, path, helper, imports, absolute):
+    monkeypatch.chdir(tmp_path)
+    for each in ("tools", "lab/run"):
+        Path(each).mkdir(parents=True)
+    Path("lab/__init__.py").write_text("from .steps import clip\n" if helper == "lab/steps.py" else "")
+    Path(path).write_text(TWICE.format(imports=imports))
+    Path(helper).write_text(STEPS.format(unscale="scaler.unscale_(optimizer); "))
+    given = str(tmp_path / path) if absolute else path
+    assert [finding.rule.code for finding in run(given).findings] == ["AMP103"]
+    assert run(given).files_checked == 1
+    Path(helper).write_text(STEPS.format(unscale=""))  # clips too early
+    assert run(given).findings == []  # the mistake is in the helper, which was not given
+    assert told(run(path, helper)) == [f"{helper}:5:5: AMP101"]
+
+
+def test_a_mistake_in_an_imported_file_is_shown_where_that_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("keep.py").write_text(
+        "import torch\n\ndef save(path, optimizer, **more):\n"
+        "    torch.save({'optimizer': optimizer.state_dict(), 'more': 1, **more}, path)\n"
+    )
+    train = TWICE.format(imports="from keep import save").replace("        clip(model, scaler, optimizer)\n", "")
+    Path("train.py").write_text(train + "    save('last.pt', optimizer)\n")
+    assert told(run("train.py")) == ["train.py:13:5: AMP204"]
+    assert told(run("train.py", "keep.py")) == ["keep.py:4:16: AMP204"]
+    Path("train.py").write_text(train + "    save('last.pt', optimizer, scaler=scaler.state_dict())\n")
+    assert told(run("train.py")) == []
+
+
+def test_imports_that_lead_nowhere_are_passed_over(tmp_path, monkeypatch):
+    """Also a module that imports itself, a link out of the folder, a pipe, and more dots than there are folders."""
+    monkeypatch.chdir(tmp_path)
+    Path("outside").mkdir()
+    Path("outside/steps.py").write_text(STEPS.format(unscale="scaler.unscale_(optimizer); "))
+    Path("inside").mkdir()
+    Path("inside/steps.py").symlink_to(tmp_path / "outside/steps.py")
+    os.mkfifo("inside/pipe.py")
+    imports = "import train, pipe, torch.nn, nowhere\nfrom ....... import up\nfrom steps import clip"
+    Path("inside/train.py").write_text(TWICE.format(imports=imports))
+    monkeypatch.chdir("inside")
+    report = run("train.py")
+    assert (report.findings, report.notes, report.unreadable) == ([], [], [])

@@ -118,6 +118,7 @@ class CheckTask:
     project_paths: tuple[str, ...]
     codes: Mapping[str, frozenset[str]]
     texts: Mapping[str, str] = field(default_factory=dict)  # to check instead of the files on disk
+    imported: tuple[str, ...] = ()  # by files given by name: read with them, but not checked
     wanted: Callable[[str], frozenset[str]] | None = None
 
 
@@ -136,7 +137,16 @@ def check_paths(
     report = CheckReport(unreadable=found.unreadable, notes=found.notes, excluded=found.excluded)
     sizes, possible = _candidates(found.files, report)
     codes = {path: choice.codes(path) & possible[path] for path in sizes}
-    task = CheckTask(tuple(found.files), codes, wanted=choice.codes)
+    checked = frozenset(found.files)
+    # A file given by name is read with what it imports, as in its folder; only its own findings are reported.
+    by_name = [path for path in map(os.path.normpath, paths) if codes.get(path)]
+    imported = [path for path in _imported(by_name) if path not in checked]
+    task = CheckTask(
+        tuple(found.files),
+        codes,
+        imported=tuple(imported),
+        wanted=lambda path: choice.codes(path) if path in checked else frozenset(),
+    )
     # The cores that this process may use, fewer in a container; only Linux knows.
     jobs = jobs or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()) or 1
     many = jobs > 1 and len(sizes) > 1 and sum(sizes.values()) > WORTH_PROCESSES
@@ -149,7 +159,8 @@ def check_paths(
 
 def check_text(text: str, path: str, choice: RuleSelection) -> tuple[CheckReport, CheckTask]:
     """Check a text that is not on disk, under the name ``path``."""
-    task = CheckTask((path,), {path: choice.codes(path)}, {path: text})
+    codes = {path: choice.codes(path)}
+    task = CheckTask((path,), codes, {path: text}, tuple(_imported([path], {path: text})))
     report = check_texts(task)
     report.mixed_precision += any(map(text.encode(errors="replace").__contains__, MIXED_PRECISION))
     return report, task
@@ -158,6 +169,14 @@ def check_text(text: str, path: str, choice: RuleSelection) -> tuple[CheckReport
 def check_texts(task: CheckTask) -> CheckReport:
     """Check a task in this process: its texts, and its other files from disk."""
     return _finished(_merged(_reports(task)), task)
+
+
+def _imported(paths: Sequence[str], texts: Mapping[str, str] | None = None) -> list[str]:
+    if not paths:
+        return []
+    from ampwise.check.source.local_imports import files_imported
+
+    return files_imported(paths, texts)
 
 
 def _candidates(files: Sequence[str], report: CheckReport) -> tuple[dict[str, int], dict[str, frozenset[str]]]:
@@ -205,7 +224,7 @@ def _reports(task: CheckTask, project: Project | None = None) -> Iterator[CheckR
     if project is None and (task.texts or any(task.codes.values())):  # else no rule applies to any of the files
         from ampwise.check.source.project import Project
 
-        project = Project(task.project_paths, task.texts)
+        project = Project(task.project_paths, task.texts, task.imported)
     rules = registry.source_rules()
     for path, codes in task.codes.items():
         report = CheckReport()
@@ -323,7 +342,8 @@ def _shared_reports(task: CheckTask, sizes: Mapping[str, int], jobs: int) -> Ite
     """Yield a report for each share of the files, as processes finish them; the run survives if one dies."""
     registry.source_rules()  # loaded once, before the processes are forked
     shares = split_into_shares(sizes, jobs * SHARES_PER_JOB)
-    tasks = [CheckTask(task.project_paths, {path: task.codes[path] for path in share}) for share in shares]
+    codes = [{path: task.codes[path] for path in share} for share in shares]
+    tasks = [CheckTask(task.project_paths, each, imported=task.imported) for each in codes]
     lost = []
     for part, report in _in_pool(tasks, min(jobs, len(tasks))):
         if report is None:
@@ -368,15 +388,15 @@ def _set_up_worker() -> None:
 
 def check_share(task: CheckTask) -> CheckReport:
     """Check one share of the files, in a worker process."""
-    return _merged(_reports(task, project=_project_of_this_process(task.project_paths)))
+    return _merged(_reports(task, project=_project_of_this_process(task.project_paths, task.imported)))
 
 
 @functools.lru_cache(maxsize=1)
-def _project_of_this_process(paths: tuple[str, ...]) -> Project:
+def _project_of_this_process(paths: tuple[str, ...], imported: tuple[str, ...]) -> Project:
     """Return one project for all shares of a process, so that common imports are read once per process."""
     from ampwise.check.source.project import Project
 
-    return Project(paths)
+    return Project(paths, None, imported)
 
 
 def split_into_shares(sizes: Mapping[str, int], number: int) -> list[list[str]]:

@@ -3,7 +3,8 @@
 PATHs are files, folders, or - for stdin. Folders are searched for .py and .ipynb files, except in folders such as
 .venv, build and node_modules, and except what the settings exclude; a symlink that leads out of the folder is not
 followed. A file given by name is always checked, unless --force-exclude applies the exclusions to it, too (use it with
-pre-commit). --exclude adds to what the settings exclude; --show-files lists what is left.
+pre-commit); what it imports from its folder or the current one is read with it, and not checked. --exclude adds to what
+the settings exclude; --show-files lists what is left.
 
 Examples:
   ampwise check

@@ -6,7 +6,7 @@ import ast
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ampwise.check.source.accelerators import ITS_SCALER
 from ampwise.check.source.call_events import ANYTHING, manages_scaling
@@ -73,7 +73,16 @@ def checkpoints_without_scaler(code: SourceFile) -> list[SavedCheckpoint]:
     found = list(_lacking_in(code))
     for path in {trace.frame.outline.path for trace in code.traces} - {code.path}:
         found += [each for each in _lacking_in(code.project.code(path)) if each.frame.outline is code.outline]
-    return found
+    shown = [_in_checked_file(each, code) for each in found]
+    return list({each.where: each for each in shown}.values())
+
+
+def _in_checked_file(saved: SavedCheckpoint, code: SourceFile) -> SavedCheckpoint:
+    """Return a checkpoint of a file that is only read as it is imported at the call that leads there."""
+    where, frame = saved.where, saved.frame
+    while frame.outline.path in code.project.imported and frame.call is not None and frame.caller is not None:
+        where, frame = frame.call, frame.caller
+    return saved if frame is saved.frame else replace(saved, where=where, frame=frame)
 
 
 @functools.lru_cache(maxsize=16)  # scripts that share files with functions
@@ -327,7 +336,13 @@ def _unscaled_optimizers(code: SourceFile) -> set[str | None]:
     if apex_users(code):
         return set()  # they are stepped as without it
     stepped = {event.key for event in code.events if event.kind == "optimizer step"}
-    scaled = {event.other for event in code.events if event.kind in ("scaler step", "unscale")}
+    applied = [event for event in code.events if event.kind in ("scaler step", "unscale")]
+    scaled = {event.other for event in applied}
+    for event in applied:  # scaler.step(NoamOpt(Adam(...))) applies the optimizers inside
+        given = event.node.args[0] if isinstance(event.node, ast.Call) and event.node.args else None
+        owner = event.frame.class_of(given) if given is not None else None
+        inside = f"{owner.outline.path}:{owner.name}.self." if owner is not None else "?"
+        scaled |= {key for key in stepped if key is not None and key.startswith(inside)}
     # An unseen function that gets an optimizer with a scaler may step it.
     opaque = [event.keys for event in code.events if any(role_of_name(key) == SCALER for key in event.keys)]
     return stepped - scaled - {key for keys in opaque for key in keys}

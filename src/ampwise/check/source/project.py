@@ -16,6 +16,7 @@ from ampwise.check.source.events import EventContext, SourceEvent
 from ampwise.check.source.execution_paths import MOST_PATHS
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.local_imports import imports_in
 from ampwise.check.source.names import dotted_text
 from ampwise.check.source.outline import ClassOutline, FileOutline, FunctionOutline
 from ampwise.check.source.relevance import (
@@ -48,9 +49,6 @@ from ampwise.check.source.walk import FOLLOWED_PER_LINE, MOST_FOLLOWED, CodeSite
 
 NodeType = TypeVar("NodeType", bound=ast.AST)
 
-IMPORTED = LazyPattern(
-    r"^[ \t]*from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|^[ \t]*import[ \t]+([\w., ]+)", re.M
-)
 # Mixed precision that a script handles itself although it uses a framework.
 OWN_AMP = LazyPattern(r"GradScaler|unscale_\(|(?:torch|amp)\.autocast|cuda\.amp")
 MOST_IMPORTED = 5_000  # files read because others import from them
@@ -61,10 +59,13 @@ FORWARDS_REEXPORTS = 3  # how many __init__ files a name is followed through
 
 
 class Project:
-    """The checked files. Each is read once, at first use."""
+    """The checked files, and those that they import. Each is read once, at first use."""
 
-    def __init__(self, paths: Sequence[str], texts: Mapping[str, str] | None = None) -> None:
-        self.paths = list(paths)
+    def __init__(
+        self, paths: Sequence[str], texts: Mapping[str, str] | None = None, imported: Sequence[str] = ()
+    ) -> None:
+        self.paths = [*paths, *imported]
+        self.imported = frozenset(imported)  # not checked themselves
         self.texts = dict(texts or {})
         self._codes: dict[str, SourceFile | UnreadableFile] = {}
         self._worth: dict[str, bool] = {}
@@ -80,7 +81,8 @@ class Project:
 
     def with_text(self, path: str, text: str) -> Project:
         """Return the project with another text of one file; what this does not affect is shared."""
-        other = Project(self.paths, {**self.texts, path: text})
+        checked = [each for each in self.paths if each not in self.imported]
+        other = Project(checked, {**self.texts, path: text}, [each for each in self.paths if each in self.imported])
         if len(self.paths) > 1:
             _ = self._importers_by_stem  # reads all files
             other._imports = {name: found for name, found in self._imports.items() if name != path}
@@ -226,7 +228,7 @@ class Project:
     def imported_by(self, path: str) -> list[str]:
         """Return the other checked files from which ``path`` imports something that has to do with training."""
         taken: dict[str, set[str]] = {}
-        for module, names in _imports_in(self._text(path) or ""):
+        for module, names in imports_in(self._text(path) or ""):
             other = self._path_of(module.lstrip("."), path) if module.strip(".") else None
             if other is not None and other != path:
                 taken.setdefault(other, set()).update(names)
@@ -246,7 +248,7 @@ class Project:
         for path in self.paths:
             if path not in self._imports:
                 text = self._text(path) or ""  # without these words it calls no training step of another file
-                self._imports[path] = list(_imports_in(text)) if ".backward(" in text or "caler" in text else []
+                self._imports[path] = list(imports_in(text)) if ".backward(" in text or "caler" in text else []
             for module, names in self._imports[path]:
                 stem = module.rpartition(".")[2]
                 found.setdefault(stem, {}).setdefault(path, set()).update(names)
@@ -491,19 +493,6 @@ def _callers_of(called: list[FunctionOutline], functions: list[FunctionOutline])
 
 def _first_line(function: FunctionOutline) -> int:
     return 0 if isinstance(function.node, ast.Module) else function.node.lineno
-
-
-def _imports_in(text: str) -> Iterator[tuple[str, set[str]]]:
-    for module, names, plain in IMPORTED.findall(text):
-        if module:
-            taken = {part.split()[0] for part in names.strip("()").replace("\\", " ").split(",") if part.split()}
-            yield module, taken
-            for name in taken:  # from package import module
-                yield f"{module}.{name}", {"*"}
-        else:
-            for part in plain.split(","):
-                if part.split():
-                    yield part.split()[0], {"*"}
 
 
 @functools.cache

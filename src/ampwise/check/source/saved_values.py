@@ -255,7 +255,7 @@ class SavedValueReader:
             return found
         name = name_of(node)
         is_known = frame.role(node) is not None or SETTINGS.search(name) or MODEL_NAME.search(name)
-        if is_known or any(True for _ in _held(node, frame, line)):
+        if is_known or any(True for _ in _held(node, frame, line)) or _has_all_keywords(node, frame):
             return found
         return UNKNOWN
 
@@ -469,6 +469,15 @@ def _held(node: ast.Name | ast.Attribute, frame: Frame, line: int) -> Iterator[t
         held = binding.node if binding.value is None and isinstance(binding.node, ast.For) else binding.value
         if held is not None:
             yield held, frame, getattr(binding.node, "lineno", line) - 1
+
+
+def _has_all_keywords(node: ast.Name | ast.Attribute, frame: Frame) -> bool:
+    """Whether a name is the ``**more`` of a function whose call is known and spells its keywords out."""
+    definition = frame.function.node
+    extra = None if isinstance(definition, ast.Module) else definition.args.kwarg
+    if extra is None or not isinstance(node, ast.Name) or node.id != extra.arg or frame.call is None:
+        return False
+    return all(word.arg is not None for word in frame.call.keywords)
 
 
 def _is_certain(statement: ast.AST, line: int, frame: Frame) -> bool:
