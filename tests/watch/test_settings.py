@@ -94,9 +94,153 @@ FAULTS = {
             F.cross_entropy(model(x + shift), y).backward()
             optimizer.step()
     """,
+    "an AveragedModel that is never updated": """
+        from torch.optim.swa_utils import AveragedModel
+
+        def main():
+            model = Net()
+            average = AveragedModel(model)  # expect: AMP652
+            train(model, SGD(model.parameters(), lr=0.1))
+            with torch.no_grad():
+                average.eval()(x)
+
+        main()
+    """,
+    "a copy that is never updated": """
+        def main():
+            model = Net()
+            model_ema = copy.deepcopy(model)  # expect: AMP652
+            train(model, SGD(model.parameters(), lr=0.1))
+            model_ema(x)
+
+        main()
+    """,
+    "an update of clones": """
+        @torch.no_grad()
+        def update_ema(ema, model):
+            for average, weight in zip(ema.parameters(), model.parameters()):
+                average.clone().mul_(0.9).add_(weight, alpha=0.1)  # expect: AMP652
+
+        model = Net()
+        ema = copy.deepcopy(model)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(40):
+            train(model, optimizer, steps=1)
+            update_ema(ema, model)
+        ema(x)
+    """,
+    "an update of entries of a state dict": """
+        def update_ema(ema, model):
+            state = ema.state_dict()
+            for name, value in model.state_dict().items():
+                state[name] = 0.9 * state[name] + 0.1 * value  # expect: AMP652
+
+        model = Net()
+        ema = copy.deepcopy(model)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(40):
+            train(model, optimizer, steps=1)
+            update_ema(ema, model)
+        ema(x)
+    """,
+    "a class whose update changes a copy": """
+        class Ema:
+            def __init__(self, model):
+                self.shadow = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+            def update(self, model):
+                for name, weight in model.named_parameters():
+                    shadow = self.shadow[name].clone()
+                    shadow.mul_(0.9).add_(weight.detach(), alpha=0.1)  # expect: AMP652
+
+        class EMA(Ema):
+            pass
+
+        model = Net()
+        ema, optimizer = EMA(model), SGD(model.parameters(), lr=0.1)
+        for _ in range(40):
+            train(model, optimizer, steps=1)
+            ema.update(model)
+        print(ema.shadow)
+    """,
+    "a class whose update is not called": """
+        class EMA:
+            def __init__(self, model):
+                self.shadow = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+            def update(self, model):
+                for name, weight in model.named_parameters():
+                    self.shadow[name].mul_(0.9).add_(weight.detach(), alpha=0.1)
+
+        model = Net()
+        ema = EMA(model)  # expect: AMP652
+        train(model, SGD(model.parameters(), lr=0.1))
+        print(ema.shadow)
+    """,
+    "an average that nothing uses": """
+        @torch.no_grad()
+        def update_ema(ema, model):
+            for average, weight in zip(ema.parameters(), model.parameters()):
+                average.lerp_(weight, 0.1)
+
+        model = Net()
+        ema = copy.deepcopy(model)  # expect: AMP652
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(40):
+            train(model, optimizer, steps=1)
+            update_ema(ema, model)
+        model.eval()(x)
+    """,
 }
 
 FINE = {
+    "averages that are updated at the end of an epoch, by other ways, and used": """
+        from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+        class EMA:
+            def __init__(self, model):
+                self.shadow = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+                self.names = set()
+            def update(self, model):
+                for name, weight in model.named_parameters():
+                    average = 0.9 * self.shadow[name] + 0.1 * weight.data
+                    self.shadow[name] = average.clone()
+                    self.names.add(name)
+
+        class Trainer:
+            def __init__(self, model):
+                self.model, self.ema = model, copy.deepcopy(model)
+                self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+                self.optimizer = SGD(model.parameters(), lr=0.1)
+            def fit(self):
+                smoothed = ema_loss = 0.0
+                for _ in range(40):
+                    train(self.model, self.optimizer, steps=1)
+                    ema_loss = 0.9 * ema_loss + 0.1 * smoothed
+                self.averaged.update_parameters(self.model)
+                for average, weight in zip(self.ema.parameters(), self.model.parameters()):
+                    average.data = 0.5 * average.data + 0.5 * weight.data
+                return self.ema
+
+        def main():
+            trainer = Trainer(Net())
+            ema = EMA(trainer.model)
+            trainer.fit()(x)
+            ema.update(trainer.model)
+            return ema.shadow
+
+        main()
+    """,
+    "copies of other kinds, and an average of each epoch": """
+        def main():
+            model = Net()
+            start = copy.deepcopy(model)
+            optimizer = SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                ema = copy.deepcopy(model)
+                train(model, optimizer)
+                ema(x), start(x)
+
+        main()
+    """,
     "a flag of a module of its own": """
         class Flagged(Net):
             def __init__(self):

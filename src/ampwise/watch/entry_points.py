@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer, lr_scheduler, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
@@ -83,6 +83,9 @@ class EntryPoints:
             (nn.Module, "bfloat16", self.convert),
             (dataloader.DataLoader, "__iter__", self.loader_starts),
         )
+        self._follow(nn.Parameter, "__deepcopy__", self.copy_parameter, claims=False)
+        self._follow(swa_utils.AveragedModel, "__init__", self.averaged_model_init, claims=False)
+        self._follow(swa_utils.AveragedModel, "update_parameters", self.average, claims=False)
         self._follow(torch, "set_default_dtype", self.set_default_dtype, claims=False)
         for kind, name, watched in watched_calls:
             self._follow(kind, name, watched, claims=False)
@@ -461,6 +464,8 @@ class EntryPoints:
             with self._guard:
                 self._watch.ties.registered(module, name, before, parameter)
                 self._watch.casts.made(parameter)
+                if before is not None:
+                    self._watch.stale.replaced(before)
                 if not parameter.requires_grad:
                     self._watch.frozen.parameter_made(parameter)
                 if self._watch.learning.parameter_made() and self._skipper.on:
@@ -475,6 +480,24 @@ class EntryPoints:
             self._watch.averages.converted(model)
             self._watch.casts.converted(wide)
         return result
+
+    def copy_parameter(self, original: Function, parameter: Any, memo: Any) -> Any:
+        is_first = id(parameter) not in memo
+        copy = original(parameter, memo)
+        if is_first:
+            with self._guard:
+                self._watch.stale.copied(parameter, copy)
+        return copy
+
+    def averaged_model_init(self, original: Function, model: Any, *args: Any, **kwargs: Any) -> None:
+        original(model, *args, **kwargs)
+        with self._guard:
+            self._watch.stale.averaged_model_made(model)
+
+    def average(self, original: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._guard:
+            self._watch.stale.averaged_model_updated(model)
+        return original(model, *args, **kwargs)
 
     def set_default_dtype(self, original: Function, dtype: Any) -> None:
         original(dtype)

@@ -96,6 +96,10 @@ class FrozenParts:
             known.modules.append(weakref.ref(module))
             known.is_new = True
 
+    def asking_lines(self) -> list[CallSite]:
+        """Return the lines that asked modules for their parameters."""
+        return [each.site for each in self._loops.values()]
+
     def parameter_made(self, parameter: Tensor) -> None:
         """Note a frozen parameter that ``from_pretrained`` of torch's embeddings makes."""
         frame: FrameType | None = sys._getframe(1)

@@ -16,6 +16,7 @@ __all__ = [
     "DilutedMean",
     "HalfAverage",
     "HeldFrozen",
+    "IdleAverage",
     "IdleFreeze",
     "Learning",
     "LoaderUse",
@@ -216,6 +217,14 @@ class IdleFreeze:
 
 
 @dataclass(slots=True, kw_only=True)
+class IdleAverage:
+    """An average of the weights without effect."""
+
+    name: str  # in the script
+    why: str  # "never updated", "unchanged", "dropped" or "never used"
+
+
+@dataclass(slots=True, kw_only=True)
 class HeldFrozen:
     """A parameter of an optimizer that needs no gradient, by a default."""
 
@@ -257,6 +266,7 @@ class Learning:
     unlogged: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses of what is no logarithm
     idle_freezes: dict[CallSite, IdleFreeze] = field(default_factory=dict)
     held_frozen: dict[tuple[CallSite, str], HeldFrozen] = field(default_factory=dict)  # by line and name
+    idle_averages: dict[CallSite, IdleAverage] = field(default_factory=dict)
     leaf_losses: dict[CallSite, CountedCalls] = field(default_factory=dict)  # backward passes of losses without a graph
     idle_clips: dict[CallSite, CountedCalls] = field(default_factory=dict)  # clips of nothing
     useful_clips: Counter[CallSite] = field(default_factory=Counter)

@@ -38,6 +38,7 @@ from ampwise.watch.module_hooks import Activations, DtypeFlow
 from ampwise.watch.overhead import StepSkipper
 from ampwise.watch.replicas import ReplicaSums
 from ampwise.watch.run_events import RunEvent
+from ampwise.watch.stale_averages import StaleAverages
 from ampwise.watch.tied_weights import TiedWeights
 from ampwise.watch.timing import NOTHING, PROFILED, RunTiming
 from ampwise.watch.tracked import TrackedOptimizer
@@ -100,7 +101,7 @@ class StepWatch:
         self.learning = LearningWatch(self._learned, self.tracker, self.lines)
         self.loop = LoopWatch(self._learned, self.tracker)
         self.cleaned = CleanedGradients(self._learned, self.tracker)
-        self.frozen = FrozenParts(self._learned)
+        self.frozen, self.stale = FrozenParts(self._learned), StaleAverages(self._learned)
         self.replicas, self.casts = ReplicaSums(), HalfCasts()
         self.ties, self.averages = TiedWeights(self._learned), HalfAverages(self._learned)
         self.bad_steps = BadStepWatch(

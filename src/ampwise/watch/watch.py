@@ -226,6 +226,7 @@ class Watch:
                 device = read_device(torch, 0)
                 events.bf16_emulated_on = device.name if device.bf16_native is False else None
             self.step_watch.learning.settle(wait=True)
+            self.step_watch.stale.update(self.step_watch.frozen.asking_lines())
             learned = self.step_watch.learned_so_far()
             learned.ended = status == "finished"
             for evidence in (events, *self.healths.values(), learned, self.time_use):
