@@ -118,6 +118,19 @@ def test_checkpointed_it_is_the_same(recipe):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # what dynamo does itself
+@pytest.mark.parametrize("matmuls", [("forward",), ("dgrad", "wgrad"), ("forward", "dgrad")])
+def test_some_matmuls_are_in_bf16_also_checkpointed_and_compiled(matmuls):
+    fp8 = Fp8(narrow=BLOCKS, matmuls=matmuls)
+    runs = [training(fp8), training(fp8, checkpointed=True), training(fp8)]
+    compiled = torch.compile(runs[2].model, backend="aot_eager", fullgraph=True)
+    losses = train(runs[0], 4)
+    assert losses == train(runs[1], 4)
+    assert losses == pytest.approx(train(runs[2], 4, compiled), rel=1e-4)
+    assert losses != train(training(Fp8(narrow=BLOCKS)), 4) != train(training(precision="bf16"), 4)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # what dynamo does itself
 def test_compiled_it_is_the_same_and_is_compiled_once():
     runs = [training(Fp8("delayed", narrow=BLOCKS)) for _ in range(2)]
     graphs = []

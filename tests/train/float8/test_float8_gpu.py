@@ -97,14 +97,18 @@ def test_magnitudes_are_those_of_the_reference(shape, wide, bad):
 @pytest.mark.parametrize("rows", [8192, 1000, 17, 1])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("e5m2", [True, False])
-def test_products_are_near_those_of_fp64(rows, bias, wide, e5m2):
+@pytest.mark.parametrize(
+    ("e5m2", "narrow"),
+    [(True, (True, True, True)), (False, (True, True, True)), (True, (True, False, False)), (True, (False, True, True)),
+     (True, (True, True, False))],
+)  # fmt: skip
+def test_products_are_near_those_of_fp64(rows, bias, wide, e5m2, narrow):
     torch.manual_seed(0)
     x = torch.randn(rows, 256, device="cuda", dtype=wide, requires_grad=True)
     weight = (torch.randn(512, 256, device="cuda") * 0.05).requires_grad_()
     b = torch.randn(512, device="cuda", requires_grad=True) if bias else None
     with torch.autocast("cuda", torch.bfloat16):
-        y = fp8_linear(x, weight, b, None, None, e5m2)
+        y = fp8_linear(x, weight, b, None, None, e5m2, *narrow)
     g = torch.randn_like(y)
     leaves = [each for each in (x, weight, b) if each is not None]
     ours = torch.autograd.grad(y, leaves, g)

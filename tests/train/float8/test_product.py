@@ -55,6 +55,34 @@ def test_three_products_of_rounded_operands(shape, bias, e5m2, delayed):
         torch.testing.assert_close(found[2], g.reshape(-1, OUT).sum(0))
 
 
+@for_each("narrow", [(a, b, c) for a in (True, False) for b in (True, False) for c in (True, False)])
+@for_each("dtype", [torch.float32, torch.bfloat16])
+def test_each_matmul_is_in_fp8_or_in_16_bits_by_itself(narrow, dtype):
+    x, weight, b = leaves = operands()
+    g = torch.randn(5, 7, OUT, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+    def run(layer):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            y = layer(x, weight, b)
+        return y.detach(), *gradients(y, leaves, g)
+
+    wide, all_narrow = run(F.linear), run(lambda *given: fp8_linear(*given, None, None, True))
+    found = run(lambda *given: fp8_linear(*given, None, None, True, *narrow))
+    for is_narrow, ours, by_fp8, plain in zip(narrow, found, all_narrow, wide, strict=False):
+        torch.testing.assert_close(ours, by_fp8 if is_narrow else plain)
+        assert not torch.allclose(by_fp8, plain, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found[3], wide[3], rtol=1e-2, atol=1e-2)
+
+
+def test_a_frozen_weight_or_input_takes_no_matmul_and_saves_nothing():
+    x, weight, b = operands()
+    for narrow in ((True, True, True), (False, True, True), (True, False, False)):
+        for given in ((x.detach(), weight, b), (x, weight.detach(), b)):
+            fp8_linear(*given, None, None, True, *narrow).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+
+
 def test_it_is_near_fp64():
     x, weight, b = leaves = operands((64, IN))
     y = fp8_linear(x, weight, b, None, None, True)

@@ -78,6 +78,10 @@ def test_gradients_have_the_format_of_their_recipe(fp8, fmt):
         ),
         ({"wide": "head"}, BadInput, "wide='head'.: expected a tuple of names or globs"),
         ({"narrow": ("",)}, BadInput, "narrow="),
+        ({"matmuls": ()}, BadInput, r"matmuls=\(\)\): expected some of \('forward', 'dgrad', 'wgrad'\)"),
+        ({"matmuls": ("wgrad", "forward")}, BadInput, "as a tuple in this order"),
+        ({"matmuls": ("forward", "backward")}, BadInput, "expected some of"),
+        ({"recipe": "delayed", "matmuls": ("forward",)}, BadInput, "only ampwise's 'current' has matmuls in BF16"),
     ],
 )
 def test_what_makes_no_sense_is_refused(asked, error, text):

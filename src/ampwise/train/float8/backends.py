@@ -43,7 +43,7 @@ def make_forward(module: nn.Linear, fp8: Fp8) -> Fp8Forward:
         return _shared_torchao_forward(fp8.recipe, emulate=module.weight.device.type != "cuda")
     if fp8.made_by == TRANSFORMER_ENGINE:
         return TransformerEngineForward(module, fp8)
-    return _shared_ampwise_forward(e5m2=fp8.gradients == "e5m2")
+    return _shared_ampwise_forward(e5m2=fp8.gradients == "e5m2", matmuls=fp8.matmuls)
 
 
 def is_delayed(fp8: Fp8) -> bool:

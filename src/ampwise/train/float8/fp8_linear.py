@@ -1,4 +1,4 @@
-"""A linear layer as three FP8 matmuls: the output, the input's gradient and the weight's gradient.
+"""A linear layer as three FP8 matmuls: the output, the input's gradient and the weight's gradient; or some in BF16.
 
 For the backward pass it saves the FP8 copy of the input, transposed as the weight's gradient needs it: half of what
 BF16 saves. Formats: E4M3 forward; gradients in E5M2, or E4M3 by recipe. Sums are in FP32.
@@ -17,13 +17,23 @@ from ampwise.train.float8.fp8_cast import Fp8Matrix, cast_to_fp8, register_op
 
 __all__ = ["fp8_linear", "linear_of_empty_batch", "out_dtype", "scaled_matmul"]
 
-NOTHING = (None,) * 4  # gradients of the scales and settings
+NOTHING = (None,) * 7  # gradients of the scales and settings
 
 
 def fp8_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, slot: Tensor | None, e5m2: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    slot: Tensor | None,
+    e5m2: bool,
+    forward: bool = True,
+    dgrad: bool = True,
+    wgrad: bool = True,
 ) -> Tensor:
     """Compute ``F.linear`` with FP8 matmuls.
+
+    forward, dgrad, wgrad: which of them are in FP8; the others are in 16 bits. All are, with a slot.
 
     scales: of input, weight and gradient; None to compute them from the tensors' current values.
     slot: a tensor whose gradient receives the statistics of the three, a row each: the largest magnitude, and the
@@ -35,7 +45,8 @@ def fp8_linear(
     # Like autocast: in a compiled model, the operation that produces x then writes half the bytes.
     matrix = x.to(dtype).reshape(-1, x.shape[-1])
     apply: Any = _Linear.apply
-    out: Tensor = apply(matrix, weight, bias, slot, scales, e5m2, dtype, torch.is_grad_enabled())
+    keeps = torch.is_grad_enabled()
+    out: Tensor = apply(matrix, weight, bias, slot, scales, e5m2, dtype, keeps, forward, dgrad, wgrad)
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -63,15 +74,28 @@ class _Linear(torch.autograd.Function):
         e5m2: bool,
         dtype: torch.dtype,
         keeps: bool,
+        forward: bool,
+        dgrad: bool,
+        wgrad: bool,
     ) -> Tensor:
         by_x, by_weight = (keeps and needed for needed in ctx.needs_input_grad[:2])
-        x8 = _cast(x, scales, 0, e5m2=False, rows=True, columns=by_weight)
-        weight8 = _cast(weight, scales, 1, e5m2=False, rows=True, columns=by_x)
+        # What a matmul reads: FP8 copies, or in 16 bits the tensors as they are.
+        x8 = weight8 = None
+        if forward or (wgrad and by_weight):
+            x8 = _cast(x, scales, 0, e5m2=False, rows=forward, columns=wgrad and by_weight)
+        if forward or (dgrad and by_x):
+            weight8 = _cast(weight, scales, 1, e5m2=False, rows=forward, columns=dgrad and by_x)
         ctx.save_for_backward(
-            x8.columns, weight8.columns, x8.inverse, weight8.inverse, x8.seen, weight8.seen, scales
+            x8.columns if x8 is not None and wgrad else x if by_weight else None,
+            weight8.columns if weight8 is not None and dgrad else weight if by_x else None,
+            None if x8 is None else x8.inverse, None if weight8 is None else weight8.inverse,
+            None if x8 is None else x8.seen, None if weight8 is None else weight8.seen, scales,
         )  # fmt: skip
-        ctx.e5m2, ctx.x_dtype, ctx.weight_dtype = e5m2, x.dtype, weight.dtype
+        ctx.e5m2, ctx.x_dtype, ctx.weight_dtype, ctx.dtype = e5m2, x.dtype, weight.dtype, dtype
+        ctx.dgrad, ctx.wgrad = dgrad, wgrad
         ctx.bias_dtype = None if bias is None else bias.dtype
+        if x8 is None or weight8 is None or not forward:
+            return F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
         return scaled_matmul(x8.rows, weight8.rows, x8.inverse, weight8.inverse, dtype, bias=bias, fast=True)
 
     @staticmethod
@@ -83,18 +107,24 @@ class _Linear(torch.autograd.Function):
             )
         x, weight, of_x8, of_weight8, x_seen, weight_seen, scales = ctx.saved_tensors
         by_x, by_weight, by_bias, by_slot = ctx.needs_input_grad[:4]
-        of_x = of_weight = of_bias = of_slot = None
-        if by_x or by_weight or by_slot:
-            g = _cast(gradient, scales, 2, e5m2=ctx.e5m2, rows=by_x, columns=by_weight, sums=by_bias)
-            if by_x:
+        of_x = of_weight = of_bias = of_slot = g = None
+        rows, columns = by_x and ctx.dgrad, by_weight and ctx.wgrad
+        if rows or columns or by_slot:
+            g = _cast(gradient, scales, 2, e5m2=ctx.e5m2, rows=rows, columns=columns, sums=by_bias)
+        if by_x:
+            if g is not None and ctx.dgrad:
                 of_x = scaled_matmul(g.rows, weight, g.inverse, of_weight8, ctx.x_dtype)
-            if by_weight:
+            else:
+                of_x = (gradient.to(ctx.dtype) @ weight.to(ctx.dtype)).to(ctx.x_dtype)
+        if by_weight:
+            if g is not None and ctx.wgrad:
                 of_weight = scaled_matmul(g.columns, x, g.inverse, of_x8, ctx.weight_dtype)
-            if by_slot:
-                of_slot = torch.stack([x_seen, weight_seen, g.seen])
-            of_bias = g.sums.to(ctx.bias_dtype) if by_bias else None
-        elif by_bias:
-            of_bias = gradient.sum(0, dtype=ctx.bias_dtype)
+            else:
+                of_weight = (gradient.to(ctx.dtype).t() @ x).to(ctx.weight_dtype)
+        if by_slot and g is not None:
+            of_slot = torch.stack([x_seen, weight_seen, g.seen])
+        if by_bias:
+            of_bias = gradient.sum(0, dtype=ctx.bias_dtype) if g is None else g.sums.to(ctx.bias_dtype)
         return of_x, of_weight, of_bias, of_slot, *NOTHING
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ampwise.errors import BadInput
 from ampwise.train.float8.fp8_linear import fp8_linear
+from ampwise.train.float8.recipe import MATMULS
 
 __all__ = [
     "SLOT",
@@ -35,8 +36,9 @@ FORWARD, SCALES, SLOT = "fp8_layer", "fp8_scales", "fp8_slot"
 class AmpwiseForward:
     """ampwise's own FP8 forward."""
 
-    def __init__(self, *, e5m2: bool) -> None:
+    def __init__(self, *, e5m2: bool, matmuls: tuple[str, ...] = MATMULS) -> None:
         self.e5m2 = e5m2
+        self.narrow = tuple(each in matmuls for each in MATMULS)
 
     def __call__(self, module: nn.Linear, x: Tensor) -> Tensor:
         if hasattr(module.weight, "device_mesh"):
@@ -45,7 +47,7 @@ class AmpwiseForward:
                 'For tensor parallelism use torchao\'s layers: Fp8("tensorwise").'
             )
         known: Any = module
-        return fp8_linear(x, module.weight, module.bias, known.fp8_scales, known.fp8_slot, self.e5m2)
+        return fp8_linear(x, module.weight, module.bias, known.fp8_scales, known.fp8_slot, self.e5m2, *self.narrow)
 
 
 class ShapeRecorder:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from ampwise.errors import BadInput, UnknownName
 from ampwise.finding.terminal import shortened
 
-__all__ = ["BACKENDS", "MEASURED", "RECIPES", "Fp8"]
+__all__ = ["BACKENDS", "MATMULS", "MEASURED", "RECIPES", "Fp8"]
 
 OURS, TORCHAO, TRANSFORMER_ENGINE = "ampwise", "torchao", "transformer-engine"
 
@@ -19,6 +19,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "rowwise": (TORCHAO,),
     "rowwise+hp-weight-grad": (TORCHAO,),
 }
+MATMULS = ("forward", "dgrad", "wgrad")  # of a linear layer: its output, the gradients of its input and its weight
 MEASURED = "measured"  # the fastest of them for each layer, or BF16
 DELAYED, OF_DELAYED = "delayed", ("history", "margin", "update")  # and its parameters
 BY_ROW = ("rowwise", "rowwise+hp-weight-grad")  # one scale per row, and all operands in E4M3
@@ -42,6 +43,8 @@ class Fp8:
             only.
         history, margin, update: parameters of ``"delayed"``: the number of past steps, the number of powers of two left
             free above their magnitudes, and whether the largest (``"max"``) or the last (``"last"``) of them counts.
+        matmuls: which of a layer's matmuls are in FP8: ``"forward"``, ``"dgrad"`` (the gradient of the input) and
+            ``"wgrad"`` (of the weight). The others are in BF16. ampwise's ``"current"`` only.
         wide, narrow: globs of module names that stay in BF16, and of modules that run in FP8 although they are the
             first, the last, a router or small. A glob includes all submodules.
 
@@ -59,6 +62,7 @@ class Fp8:
     history: int = 16
     margin: int = 0
     update: str = "max"
+    matmuls: tuple[str, ...] = MATMULS
     wide: tuple[str, ...] = ()
     narrow: tuple[str, ...] = ()
 
@@ -83,6 +87,7 @@ class Fp8:
                 "gradients themselves. Remove gradients=..., or use ampwise's 'current' or 'delayed'."
             )
         _check_delayed(self)
+        _check_matmuls(self)
 
     def __repr__(self) -> str:
         values = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
@@ -95,11 +100,12 @@ class Fp8:
         """The backend; None for "measured" without one, which times all that are available."""
         return self.backend or (None if self.recipe == MEASURED else RECIPES[self.recipe][0])
 
-    def by(self, recipe: str) -> Fp8:
+    def by(self, recipe: str, matmuls: tuple[str, ...] = MATMULS) -> Fp8:
         """Return these settings for one of the recipes that are timed, as far as its backend has them.
 
         Args:
             recipe: its name.
+            matmuls: those in FP8.
 
         Returns:
             the settings.
@@ -107,7 +113,12 @@ class Fp8:
         backend = self.backend or RECIPES[recipe][0]
         gradients = self.gradients if backend == OURS else GRADIENTS[0]
         of_delayed = {name: getattr(self, name) for name in OF_DELAYED} if recipe == DELAYED else {}
-        return Fp8(recipe, backend, gradients, **of_delayed)
+        return Fp8(recipe, backend, gradients, **of_delayed, matmuls=matmuls)
+
+    @property
+    def short(self) -> str:
+        """The recipe's name, and its matmuls if not all are in FP8."""
+        return self.recipe if self.matmuls == MATMULS else f"{self.recipe} {'+'.join(self.matmuls)}"
 
     @property
     def gradient_format(self) -> str:
@@ -144,6 +155,17 @@ def _check_delayed(fp8: Fp8) -> None:
         raise BadInput(
             f"Fp8({fp8.recipe!r}{backend}, {shown}): {', '.join(OF_DELAYED[:-1])} and {OF_DELAYED[-1]} are only for "
             f"{DELAYED!r} scaling. Remove them, or use Fp8({DELAYED!r}, {shown})."
+        )
+
+
+def _check_matmuls(fp8: Fp8) -> None:
+    given = fp8.matmuls
+    if not isinstance(given, tuple) or not given or given != tuple(each for each in MATMULS if each in given):
+        raise BadInput(f"Fp8(matmuls={given!r}): expected some of {MATMULS!r}, as a tuple in this order.")
+    if given != MATMULS and (fp8.recipe, fp8.made_by) != ("current", OURS):
+        raise BadInput(
+            f"Fp8({fp8.recipe!r}, matmuls={given!r}): only ampwise's 'current' has matmuls in BF16. Remove "
+            f"matmuls=..., or use Fp8('current', matmuls={given!r})."
         )
 
 

@@ -219,7 +219,7 @@ def _works(shape: _Shape, recipes: list[Fp8], device: torch.device, compiled: bo
             slot_and_scales = (torch.zeros(3, 2, device=device, requires_grad=True), torch.ones(3, device=device))
             install_forward(module, make_forward(module, fp8), *(slot_and_scales if is_delayed(fp8) else ()))
             narrow.append(module)
-        yield fp8.recipe, _work(narrow, inputs, gradient, compiled)
+        yield fp8.short, _work(narrow, inputs, gradient, compiled)
 
 
 def _work(modules: Sequence[nn.Linear], inputs: Sequence[Tensor], gradient: Tensor, compiled: bool) -> Work:
