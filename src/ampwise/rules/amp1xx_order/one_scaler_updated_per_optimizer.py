@@ -85,6 +85,8 @@ def _in_a_loop_over_optimizers(update: SourceEvent, region: Region) -> str | Non
         if step.kind == "scaler step" and step.key == update.key and isinstance(step.node, ast.Call):
             optimizer = step.node.args[0] if step.node.args else None
             scaler = dotted_text(step.receiver)
+            if isinstance(optimizer, ast.Subscript):
+                optimizer = optimizer.slice  # for name in optimizers: scaler.step(optimizers[name])
             of_loop = isinstance(optimizer, ast.Name) and optimizer.id in names
             if of_loop and scaler is not None and scaler.partition(".")[0] not in names:
                 return "the scale may change before the other optimizers in this loop have stepped"

@@ -5,13 +5,16 @@ import re
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import arguments_given, last_name, method_called
+from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
+from ampwise.check.source.precision import argument_of
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.steps import BACKWARDS, STEPS
+from ampwise.check.source.torch_names import OPTIMIZER
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import Loop, Region, SourceEvent, SourceFile
+    from ampwise.check.source.types import Frame, Loop, Region, SourceEvent, SourceFile
     from ampwise.watch.learning import Learning
 
 RULE = Rule(
@@ -41,6 +44,7 @@ CLEARS = LazyPattern(
     r"reset_?grads?\b|clear_?grads?\b|zero_grad\w|zero_grad\s*=|set_to_none|\.zero_\(|\.grad\s*=(?!=)|grad\.data\s*=|"
     r"del .*\.grad"
 )
+GATHERS = frozenset(("list", "tuple", "chain", "itertools"))
 KEPT = 10  # steps whose gradients were never cleared
 MODE = LazyPattern(r"amp\b|scaler|fp16|half|mixed|precision", re.IGNORECASE)
 KNOWN = LazyPattern(
@@ -64,10 +68,13 @@ def check_source(code: SourceFile) -> Findings:
         if _may_clear_elsewhere(region):
             continue
         for step in region.events_of(*STEPS):
-            if any(not _in_another_mode(event, step) for event in cleared):
+            own = [event for event in cleared if not _in_another_mode(event, step)]
+            left = _never_cleared(step, own) if own else ""
+            if left is None:
                 continue
+            what = f"the gradients of `{left}` are never" if left else "no gradient is ever"
             if step.context.loops[-1] is loop and _is_plain_optimizer(step) and not _is_made_in(loop, step):
-                yield RULE.at(step.place, "no gradient is ever cleared in this loop: each step applies the sum so far")
+                yield RULE.at(step.place, f"{what} cleared in this loop: each step applies the sum so far")
                 break
 
 
@@ -80,6 +87,66 @@ def check_learning(facts: Learning) -> Findings:
                 "had used: they are never cleared, and each step applies the sum since the start",
                 evidence={"times": use.kept},
             )
+
+
+def _never_cleared(step: SourceEvent, cleared: list[SourceEvent]) -> str | None:
+    """Return the module whose parameters a step applies, and that no ``zero_grad`` clears; None if unknown, or none."""
+    applied = _modules_of(_optimizer(step), step.frame)
+    covered: dict[str, ast.expr] = {}
+    for event in cleared:
+        is_optimizer = event.frame.role(event.receiver) == OPTIMIZER
+        modules = _modules_of(event.receiver, event.frame) if is_optimizer else {event.key: event.receiver}
+        if modules is None or None in modules:
+            return None
+        covered |= modules
+    for key, module in (applied or {}).items():
+        related = any(_may_contain(key, module, other, node, step.frame) for other, node in covered.items())
+        if not related:
+            return dotted_text(module)
+    return None
+
+
+def _modules_of(optimizer: ast.expr, frame: Frame) -> dict[str, ast.expr] | None:
+    """Return the modules, by key, all of whose parameters an optimizer gets; None if it may get others."""
+    made = [(value, home) for value, home in frame.values(optimizer)]
+    call, home = made[0] if len(made) == 1 else (None, frame)
+    given = argument_of(call, "params", 0) if isinstance(call, ast.Call) else None
+    held = home.values(given) if given is not None else []
+    if len(held) != 1 or held[0].node is None:
+        return None
+    node, home = held[0]
+    found: dict[str, ast.expr] = {}
+    names = {part for part in walk(node) if isinstance(part, ast.Name) and part.id not in GATHERS}
+    for part in walk(node):
+        if isinstance(part, ast.Call) and method_called(part) == "parameters" and isinstance(part.func, ast.Attribute):
+            key = home.key(part.func.value)
+            names -= set(walk(part.func.value))
+            if key is None:
+                return None
+            found[key] = part.func.value
+    return found if found and not names else None
+
+
+def _may_contain(key: str, module: ast.expr, other: str, node: ast.expr, frame: Frame) -> bool:
+    """Whether two names may be of one module, of a module and its part, or of a module and what wraps it."""
+    if _is_part(key, other) or _is_part(other, key):
+        return True
+    for one, name in ((module, other), (node, key)):
+        for value, home in frame.values(one):
+            parts = walk(value) if value is not None and value is not one else ()
+            keys = [home.key(part) for part in parts if isinstance(part, ast.Name | ast.Attribute)]
+            if any(each is not None and (_is_part(each, name) or _is_part(name, each)) for each in keys):
+                return True
+    return False
+
+
+def _is_part(key: str, other: str) -> bool:
+    return f"{key}.".startswith(f"{other}.")
+
+
+def _optimizer(step: SourceEvent) -> ast.expr:
+    assert isinstance(step.node, ast.Call)
+    return step.node.args[0] if step.kind == "scaler step" and step.node.args else step.receiver
 
 
 def _in_another_mode(clear: SourceEvent, step: SourceEvent) -> bool:
@@ -110,9 +177,7 @@ def _may_clear_elsewhere(region: Region) -> bool:
 
 def _is_made_in(loop: Loop, step: SourceEvent) -> bool:
     """Return whether each pass makes an optimizer of its own for new tensors, which have no gradient yet."""
-    assert isinstance(step.node, ast.Call)
-    node = step.node.args[0] if step.kind == "scaler step" and step.node.args else step.receiver
-    made = [value for value, _ in step.frame.values(node) if isinstance(value, ast.Call)]
+    made = [value for value, _ in step.frame.values(_optimizer(step)) if isinstance(value, ast.Call)]
     inside = [call for call in made if loop.node.lineno <= call.lineno <= (loop.node.end_lineno or 0)]
     given = [call.args[0] for call in inside if call.args]
     return bool(given) and not any(method_called(part) in ("parameters", "named_parameters") for part in given)
@@ -120,8 +185,6 @@ def _is_made_in(loop: Loop, step: SourceEvent) -> bool:
 
 def _is_plain_optimizer(step: SourceEvent) -> bool:
     """Return whether it is a well-known optimizer, or unknown: a class of someone else may clear in its ``step``."""
-    assert isinstance(step.node, ast.Call)
-    node = step.node.args[0] if step.kind == "scaler step" and step.node.args else step.receiver
-    made = [(value, frame) for value, frame in step.frame.values(node) if isinstance(value, ast.Call)]
+    made = [(value, frame) for value, frame in step.frame.values(_optimizer(step)) if isinstance(value, ast.Call)]
     names = [frame.qualified(call.func) or last_name(call.func) for call, frame in made]
     return all(name.startswith("torch.optim.") or KNOWN.search(name) for name in names)
