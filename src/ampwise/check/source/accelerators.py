@@ -60,6 +60,22 @@ def _is_in_fp16(call: ast.Call, code: SourceFile) -> bool:
     )
 
 
+def is_prepared(optimizer: ast.expr, code: SourceFile) -> bool:
+    """Whether an accelerator certainly prepared an optimizer: ``optimizer = accelerator.prepare(optimizer)``."""
+    for call in code.nodes(ast.Call):
+        if method_called(call) not in ("prepare", "prepare_optimizer"):
+            continue
+        statement = code.script.statement(call)
+        frame = code.frame(code.function_at(call))
+        if isinstance(statement, ast.Assign) and statement.value is call and is_accelerator(call.func.value, frame):  # type: ignore[attr-defined]
+            goals = [
+                part for goal in statement.targets for part in (goal.elts if isinstance(goal, ast.Tuple) else [goal])
+            ]
+            if last_name(optimizer) in [last_name(goal) for goal in goals]:
+                return True
+    return False
+
+
 def holds_back(scheduler: ast.expr, code: SourceFile) -> bool:
     """Whether the accelerator may move a scheduler only after applied steps: it prepared it, or we cannot see it."""
     for call in accelerators_made(code):

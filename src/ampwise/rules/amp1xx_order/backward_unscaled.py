@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ampwise.check.source.accelerators import ITS_SCALER
+from ampwise.check.source.accelerators import ITS_SCALER, is_prepared
 from ampwise.check.source.call_events import ANYTHING
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import dotted_text
@@ -28,7 +28,7 @@ RULE = Rule(
     good="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
     fixable="sometimes",
 )
-NEEDS = (("caler",), (".backward(",), (".step(",))
+NEEDS = (("caler", "Accelerator("), (".backward(",), (".step(",))
 
 SCALES_MANUALLY = LazyPattern(r"get_scale\(|\._scale\b|\.grad\b|register_hook")
 APPLIES = ("scaled backward", "opaque", "optimizer step", "zero grad", "unscale", "scaler step")
@@ -40,7 +40,7 @@ def check_source(code: SourceFile) -> Findings:
         for backward, moments in region.visits("backward"):
             # On the other paths, within an accumulation window, the gradients only add up.
             applied = [m for m in moments if any(m.later("scaler step", "optimizer step", "scaled backward", "opaque"))]
-            steps = [step for moment in applied if (step := _step_of(moment))]
+            steps = [step for moment in applied if (step := _step_of(moment, code))]
             if region.is_sampled and region.has("optimizer step"):
                 continue  # a path that was not taken may apply it without the scaler
             # Next to a branch that scales, this may be the branch where the scaler is disabled.
@@ -50,25 +50,32 @@ def check_source(code: SourceFile) -> Findings:
                 found.append((backward, steps[0]))
         edits, doubt = _scaled(found, region, code)
         for backward, step in found:
+            fix = f"{RULE.fix} Not a safe fix: {doubt}." if doubt else None
             yield RULE.at(
                 backward.place,
                 f"the scaler unscales these gradients in {step.spot(backward)}, but they were never scaled",
-                fix=f"{RULE.fix} Not a safe fix: {doubt}." if doubt else None,
+                fix="Call `accelerator.backward(loss)`, which scales it." if step.key == ITS_SCALER else fix,
                 edits=edits,
                 safe=doubt is None,
             )
 
 
-def _step_of(moment: Moment) -> SourceEvent | None:
+def _step_of(moment: Moment, code: SourceFile) -> SourceEvent | None:
     """Return the scaler step that applies this backward, if nothing else may have touched the gradients."""
     if any(moment.earlier("scaled backward", "opaque")):
         return None
     for event in moment.later(*APPLIES):
         if event.kind == "scaler step":
-            return event if event.key != ITS_SCALER else None  # whether it prepared this optimizer is not known
+            return event if event.key != ITS_SCALER or _is_its_own(event, code) else None
         if event.kind != "unscale" or event.key == ANYTHING:
             return None
     return None
+
+
+def _is_its_own(step: SourceEvent, code: SourceFile) -> bool:
+    """Whether an accelerator certainly unscales in a step, and no other backward of the file is scaled by it."""
+    scales = any(event.kind == "scaled backward" and event.key == ITS_SCALER for event in code.events)
+    return is_prepared(step.receiver, code) and not scales
 
 
 def _scaled(
@@ -78,6 +85,8 @@ def _scaled(
 
     No edits unless they cover all backward calls: scaled and unscaled gradients do not mix.
     """
+    if any(step.key == ITS_SCALER for _, step in found):
+        return (), None
     scalers = {dotted_text(step.receiver) for _, step in found}
     scaler = scalers.pop() if len(scalers) == 1 else None
     is_all = {backward.node for backward, _ in found} == {event.node for event in region.events_of("backward")}
