@@ -89,11 +89,12 @@ def check_source(code: SourceFile) -> Findings:
     if any(site.context.frame.outline is code.outline for _, site in training):
         traces = code.traces  # the training is in this file, which is not only a helper of it
     trained = _models_trained(training)
+    plain = _models_trained_without(traces) - trained
     seen = EvaluationCode(traces, code)
     reported: set[object] = set()
     # A trained model before what is only named like one: `self.processor(x)` before `self.model(x)`.
     for event in sorted(seen.forwards, key=lambda event: event.key not in trained):
-        frame = seen.evaluation_of(event, trained)
+        frame = seen.evaluation_of(event, trained) if event.key not in plain else None
         if frame is None or frame.outline is not code.outline:
             continue
         loop = next((loop for loop in reversed(event.context.loops) if loop.frame is frame), None)
@@ -140,6 +141,16 @@ def _models_trained(training: list[tuple[CodeTrace, CodeSite]]) -> set[str]:
     """Return the keys of the models that run under autocast in the training."""
     events = (event for trace in {trace for trace, _ in training} for event in trace.events())
     return {event.key for event in events if event.kind == "forward" and event.key and _is_training(event.context)}
+
+
+def _models_trained_without(traces: list[CodeTrace]) -> set[str]:
+    """Return the keys of the models that are trained without autocast, in a class or a function of their own."""
+    plain: set[str] = set()
+    for trace in traces:
+        backwards = {event.context.loops for event in trace.events() if event.kind in BACKWARDS}
+        forwards = [event for event in trace.events() if event.kind == "forward" and not event.context.no_grad]
+        plain |= {event.key for event in forwards if event.key and event.context.loops in backwards}
+    return plain
 
 
 class EvaluationCode:
