@@ -35,7 +35,10 @@ HELD_SCALER = LazyPattern(r"([\w.]+)\.scaler\.unscale_\(")  # accel.scaler.unsca
 MEASURE_NAME = LazyPattern(
     r"(^|_)grad(ient)?s?_?(norm|stat|flow|hist|magnitude)|(^|_)(log|plot|monitor|record|track)_grad|norm_of_grad"
 )
-PREPARES = LazyPattern(r"^(create|make|build|prepare|init|load|save|reset|log|print|register|add|configure)_")
+PREPARES = LazyPattern(
+    r"^(create|make|build|prepare|init|load|save|reset|log|print|register|add|configure|set)_|"
+    r"^(get|update|copy|sync|export)_(\w+_)?(weights?|params|parameters|state|state_dict|config|lr)$"
+)
 UNWRAPS = LazyPattern(r"(^|_)(get|unwrap|unwrapped)_?(model|net|module)$|^(unwrap|de_parallel)\w*$")
 MULTIPLIED_BY_SCALE = LazyPattern(r"get_scale\(|loss_scale|\b_?(inv_)?scale\b|scaler", re.IGNORECASE)
 CLIPPING_FACTOR = LazyPattern(r"clip|coef|max_norm|norm")

@@ -48,8 +48,11 @@ SWITCHED_MANUALLY = "set_autocast_"  # torch.set_autocast_enabled(...): there is
 GENERATES = LazyPattern(r"sampl|generat|interpolat|progress|visuali|plot|draw|demo")
 # Computes something of each batch; it evaluates only if it also measures something.
 INFERS = LazyPattern(r"infer|predict|extract|embed|encod|feature|pseudo|submi|export|calibrat|update_bn|bn_update")
+ONLY_TESTS = LazyPattern(r"^(?!.*(eval|val)).*test")
+WRITES = LazyPattern(r"write|save")
 MEASURES = LazyPattern(
-    r"loss|criterion|metric|acc(urac|\b|_|1)|correct|score|evaluat|\b(auc|f1|iou|dice|psnr|wer|cer|map)\b"
+    r"loss|criterion|metric|acc(urac|\b|_|1)|correct|score|evaluat|\b(auc|f1|iou|dice|psnr|wer|cer|map)\b|"
+    r"\b(mse|mae|rmse|ssim|lpips|fid|errors?|err)\b"
 )
 VALIDATION_DATA = LazyPattern(r"(^|[^a-z])(val|valid|validation|dev)([^a-z]|$)", re.IGNORECASE)
 EVALUATION_DATA = LazyPattern(r"(^|[^a-z])(val|valid|validation|eval|test|dev)([^a-z]|$)")
@@ -214,7 +217,8 @@ class EvaluationCode:
             return frame if context.no_grad and is_validation and not is_another else None
         if is_another and named is None and frame.caller is not None:
             return None  # a teacher's, a reference's or a reward model's part of the training
-        is_evaluation = context.no_grad or eval_mode or (loop is not None and named is not None)
+        is_train = TRAINS.search(frame.function.name) is not None  # with a target network in evaluation mode
+        is_evaluation = context.no_grad or (eval_mode and not is_train) or (loop is not None and named is not None)
         return frame if is_evaluation else None
 
     def _of_branch(self, event: SourceEvent) -> Frame | None:
@@ -285,8 +289,11 @@ def _is_aside(frame: Frame, loop: Loop | None) -> bool:
     """Whether a function uses a model for something else than to evaluate it: to sample, to predict, to time it."""
     function = frame.function
     name = function.name.lower()
-    if GENERATES.search(name) or EVALUATES.search(name):
-        return GENERATES.search(name) is not None
+    if GENERATES.search(name):
+        return True
+    if EVALUATES.search(name):
+        text = function.text.lower()  # a test may also only write what the model makes of each batch
+        return bool(ONLY_TESTS.search(name) and WRITES.search(text)) and MEASURES.search(text) is None
     over = "" if loop is None or isinstance(loop.node, ast.While) else ast.unparse(loop.node.iter)
     names = set(re.findall(r"\w+", over)) & frame.arguments.keys()
     if VALIDATION_DATA.search(" ".join([over, *[ast.unparse(frame.arguments[one]) for one in names]])):
