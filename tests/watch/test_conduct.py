@@ -359,10 +359,10 @@ CASES = {
         scaler.scale(torch.ones(()))
     """,
     "BF16 parameters": """
-        narrow = nn.Linear(16, 4).bfloat16()
+        narrow = nn.Linear(16, 4).bfloat16()  # expect: AMP306
         optimizer = torch.optim.SGD(narrow.parameters(), lr=0.1)
         narrow(x.bfloat16()).float().mean().backward()
-        optimizer.step()  # expect: AMP306
+        optimizer.step()
         scaler.scale(torch.ones(()))
     """,
     "two half formats in one step": """

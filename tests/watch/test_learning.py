@@ -464,6 +464,17 @@ FAULTS = {
             clip_grad_norm_(params, 1.0)  # expect: AMP637
             optimizer.step()
     """,
+    "a schedule of steps that moves with each micro-batch": """
+        model = mlp()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 60))
+        for _ in range(60):
+            optimizer.zero_grad()
+            for _ in range(8):
+                (F.cross_entropy(model(x), y) / 8).backward()
+                scheduler.step()  # expect: AMP634
+            optimizer.step()
+    """,
     "NaN in gradients replaced by a hook": """
         def clean(gradient):
             return torch.where(torch.isfinite(gradient), gradient, 0.0)  # expect: AMP638

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
-from ampwise.watch.inspection import HALVES, PRECISIONS
 
 __all__ = ["HalfCasts"]
+
+
+WIDTHS = (torch.float16, torch.bfloat16)
 
 
 class HalfCasts:
@@ -45,10 +48,15 @@ class HalfCasts:
         for each in parameters:
             self._sites[id(each)] = (weakref.ref(each), site)
 
+    def site_of_first(self, optimizer: Any) -> CallSite | None:
+        """Return the line that made the first parameter of an optimizer 16 bits wide; this runs at each step."""
+        first = next((group["params"][0] for group in optimizer.param_groups if group["params"]), None)
+        return None if first is None or first.dtype not in WIDTHS else self.site_of(first)
+
     def site_of(self, parameter: Tensor) -> CallSite | None:
         refer, site = self._sites.get(id(parameter), (None, None))
         return site if refer is not None and refer() is parameter and _is_half(parameter.dtype) else None
 
 
 def _is_half(dtype: torch.dtype) -> bool:
-    return PRECISIONS.get(dtype) in HALVES
+    return dtype in WIDTHS

@@ -130,6 +130,7 @@ class OptimizerStep(RunEvent):
     eps: float | None = None  # of Adam-like optimizers
     backward: CallSite | None = None  # the last pass whose gradients it uses
     plain: bool = True  # one of torch's, which accumulates in the parameters' dtype
+    cast_at: CallSite | None = None  # the line that gave the first parameter 16 bits, if it is known
 
     @property
     def half_parameters(self) -> bool:

@@ -19,7 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ampwise.finding.call_site import CallSite
 from ampwise.runs.writer import RecordWriter
 from ampwise.watch.bad_step_watch import BadStepWatch
-from ampwise.watch.casts import HalfCasts
 from ampwise.watch.cleaned_gradients import CleanedGradients
 from ampwise.watch.findings import Findings
 from ampwise.watch.frozen_parts import FrozenParts
@@ -102,7 +101,7 @@ class StepWatch:
         self.loop = LoopWatch(self._learned, self.tracker)
         self.cleaned = CleanedGradients(self._learned, self.tracker)
         self.frozen, self.stale = FrozenParts(self._learned), StaleAverages(self._learned)
-        self.replicas, self.casts = ReplicaSums(), HalfCasts()
+        self.replicas, self.casts = ReplicaSums(), self.tracker.casts
         self.ties, self.averages = TiedWeights(self._learned), HalfAverages(self._learned)
         self.bad_steps = BadStepWatch(
             *(self.calls, self.tracker, findings.add, self._paused, failed),

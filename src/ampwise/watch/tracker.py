@@ -22,6 +22,7 @@ from ampwise.trace.call_site import calling_site
 from ampwise.train.low_bit.optimizers import keeps_small_updates
 from ampwise.train.ranks import Fsdp2Dtypes, fsdp2_dtypes
 from ampwise.watch import run_events as events
+from ampwise.watch.casts import HalfCasts
 from ampwise.watch.inspection import (
     HALVES,
     WeakStates,
@@ -55,7 +56,7 @@ class CallTracker:
 
     def __init__(self, tell: Callable[[events.RunEvent, int], None]) -> None:
         self._tell = tell
-        self.follows = FollowedThread()
+        self.follows, self.casts = FollowedThread(), HalfCasts()
         self.optimizers: WeakStates[TrackedOptimizer] = WeakStates()
         self.scalers: WeakStates[TrackedScaler] = WeakStates()
         self._schedulers: WeakStates[TrackedScheduler] = WeakStates()
@@ -311,6 +312,7 @@ class CallTracker:
                 eps=eps_of(optimizer),
                 backward=pending[0].site if pending else None,
                 plain=state.plain and not keeps_small_updates(optimizer),
+                cast_at=self.casts.site_of_first(optimizer),
             ),
             state.steps + 1,
         )

@@ -67,6 +67,6 @@ def _may_be_plain(pair: TrainedHalfModel) -> bool:
 def check_event(step: OptimizerStep) -> Findings:
     if step.plain and step.parameters == ("bf16",):
         yield RULE.at(
-            step.site.place,
+            (step.cast_at or step.site).place,
             f"{step.optimizer} adds its updates directly to BF16 weights, which have 8 significant bits",
         )

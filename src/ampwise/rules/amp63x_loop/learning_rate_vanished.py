@@ -30,6 +30,7 @@ RULE = Rule(
 
 STEPS = 20
 SHARE = 0.25  # of the run
+OFTEN = 1.5  # moves per step of the optimizer
 OF_EPOCHS = ("ExponentialLR", "StepLR", "MultiStepLR", "MultiplicativeLR", "ReduceLROnPlateau")  # without a last step
 
 
@@ -56,6 +57,7 @@ def check_learning(facts: Learning) -> Findings:
 
 
 def _mistaken(schedule: ScheduleUse) -> CallSite:
-    """Return the line that steps a schedule of epochs, and else the line that makes one of too few steps."""
-    is_of_epochs = schedule.name in OF_EPOCHS or schedule.counts_epochs
-    return schedule.step_site if is_of_epochs and schedule.step_site.file is not None else schedule.made_at
+    """Return the line that steps a schedule too often, and else the line that makes one of too few steps."""
+    per_pass = schedule.moves > OFTEN * schedule.steps  # more often than the optimizer: with gradient accumulation
+    is_stepped_wrongly = per_pass or schedule.name in OF_EPOCHS or schedule.counts_epochs
+    return schedule.step_site if is_stepped_wrongly and schedule.step_site.file is not None else schedule.made_at

@@ -20,6 +20,7 @@ RULE = Rule(
     fix="Update it in place after each step, `e.lerp_(p, 1 - decay)`, and evaluate and save the average.",
     bad="for e, p in zip(ema.parameters(), model.parameters()):\n    e.mul(decay).add(p, alpha=1 - decay)",
     good="for e, p in zip(ema.parameters(), model.parameters()):\n    e.mul_(decay).add_(p, alpha=1 - decay)",
+    consequence_of=("AMP408",),
 )
 
 STEPS = 20
