@@ -128,6 +128,14 @@ FAULTS = {
             loss.backward()
             optimizer.step()
     """,
+    "layers replaced before a shorter second phase, whose optimizer was made before": """
+        model = Net()
+        first = Adam(model.parameters(), lr=0.01)
+        train(model, first, steps=120)
+        second = Adam(model.parameters(), lr=0.01)  # expect: AMP621
+        model.head = nn.Linear(16, 4)
+        train(model, second, steps=100)
+    """,
     "a layer replaced in the middle, whose predecessor keeps its gradients": """
         model = Net()
         optimizer = Adam(model.parameters(), lr=0.01)  # expect: AMP620

@@ -86,6 +86,7 @@ class OutsideParameters:
     samples: int  # backward passes that gave them gradients
     first_step: int
     last_step: int
+    passes: int  # backward passes that were followed from the first to the last of these
     held: int  # other parameters of the model that an optimizer has
     fixed: bool  # loaded, or in evaluation mode: perhaps not meant to be trained
     clip: WideClip | None = None  # that includes them

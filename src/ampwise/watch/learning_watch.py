@@ -142,7 +142,9 @@ class _Outside:
     shape: tuple[int, ...]
     values: SampledValues | None
     first_step: int
+    first_pass: int  # passes count on where a new optimizer begins with step 1
     last_step: int = 0
+    last_pass: int = 0
     samples: int = 0
     changed: bool = False  # the script updates it itself
     after_trained: bool = False  # it is used on something that was computed from parameters of an optimizer
@@ -382,12 +384,14 @@ class LearningWatch:
                 known = self._outside.get(id(leaf))
                 if known is None or known.ref() is not leaf:
                     values = SampledValues(leaf) if is_plain(leaf) else None
-                    known = self._outside[id(leaf)] = _Outside(weakref.ref(leaf), tuple(leaf.shape), values, step)
+                    known = self._outside[id(leaf)] = _Outside(
+                        weakref.ref(leaf), tuple(leaf.shape), values, step, self._backwards
+                    )
                     if len(self._outside) <= TRACED_BACK:
                         known.after_trained = self._depends_on_held(user)
                 elif known.values is not None and not known.changed:
                     self._pending.append((known.values.changed(), partial(_note_change, known)))
-                known.samples, known.last_step = known.samples + 1, step
+                known.samples, known.last_step, known.last_pass = known.samples + 1, step, self._backwards
             if any(each.samples == 2 for each in self._outside.values()) and self._searches < MOST_SEARCHES:
                 self._find_owners()
             self._compare_unused()
@@ -512,6 +516,7 @@ class LearningWatch:
                 samples=max(each.samples for each in members),
                 first_step=min(each.first_step for each in members),
                 last_step=max(each.last_step for each in members),
+                passes=max(each.last_pass for each in members) - min(each.first_pass for each in members),
                 held=owner.held,
                 fixed=fixed,
                 clip=clips[key, fixed],

@@ -29,7 +29,7 @@ STEPS = 10  # without any gradient, in a row
 
 
 def check_learning(facts: Learning) -> Findings:
-    outside = [each for each in facts.outside if each.last_step - each.first_step >= SAMPLES]
+    outside = [each for each in facts.outside if each.passes >= SAMPLES]
     shapes = Counter(shape for each in outside for shape in each.shapes)
     for use in facts.optimizers:
         if use.sampled < SAMPLES or use.closures or not outside or not use.shapes:

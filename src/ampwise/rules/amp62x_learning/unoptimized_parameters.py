@@ -32,13 +32,13 @@ RULE = Rule(
 NOTABLE = 0.9  # of the limit: a clip this much too hard is worth a number
 SPREAD_TO = ("AMP607", "AMP609", "AMP613", "AMP902")  # what a clip by a norm of NaN leads to
 IN_CLIP = replace(RULE, severity=Severity.ERROR)  # what they do to the clip harms the parameters that are trained
-STEPS = 10  # between the first and the last gradient
+STEPS = 10  # passes between the first and the last gradient
 
 
 def check_learning(facts: Learning) -> Findings:
     if not facts.ended:  # a second optimizer may be made for them
         return
-    groups = [each for each in facts.outside if not each.fixed and each.last_step - each.first_step >= STEPS]
+    groups = [each for each in facts.outside if not each.fixed and each.passes >= STEPS]
     trained = [use for use in facts.optimizers if use.steps and use.empty < use.followed]
     if not groups or not trained:
         return
@@ -54,14 +54,16 @@ def check_learning(facts: Learning) -> Findings:
             in_clip, spread = f"; {_in_clip(group.clip, len(group.names))}", group.clip.spread > 0
             if spread:
                 evidence |= {"times": group.clip.spread, "links": {"explains": list(SPREAD_TO)}}
+        until = f"steps {group.first_step} to {group.last_step}" if group.last_step > group.first_step else ""
+        since = until or f"from step {group.first_step} on"
         is_serious = group.clip is not None and (spread or _is_left(group.clip) or group.clip.scaled)
         yield (IN_CLIP if is_serious else RULE).at(
             place.but(
                 parameter=_full_name(group.names[0], group.model),
                 step=group.clip.first_bad if spread and group.clip is not None else None,
             ),
-            f"{names}{model} got gradients in all {group.samples} backward passes that were looked at (steps "
-            f"{group.first_step} to {group.last_step}), did not change, and no optimizer has them{have}{in_clip}",
+            f"{names}{model} got gradients in all {group.samples} backward passes that were looked at "
+            f"({since}), did not change, and no optimizer has them{have}{in_clip}",
             evidence=evidence,
         )
 
