@@ -128,6 +128,17 @@ FAULTS = {
             loss.backward()
             optimizer.step()
     """,
+    "one autocast region around all steps": """
+        model = Net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # expect: AMP116
+            for _ in range(20):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                with torch.autocast("cpu", enabled=False):
+                    loss.backward()
+                optimizer.step()
+    """,
     "layers replaced before a shorter second phase, whose optimizer was made before": """
         model = Net()
         first = Adam(model.parameters(), lr=0.01)
@@ -964,6 +975,23 @@ FINE = {
             probabilities = torch.cat([scores.sigmoid(), 1 - scores.sigmoid()], 1)
             (pairs + F.nll_loss(probabilities.log(), y % 2)).backward()
             optimizer.step()
+    """,
+    "autocast around each step, and around all of them without its cache": """
+        model = Net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                optimizer.step()
+            loss.backward()
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            for _ in range(20):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                with torch.autocast("cpu", enabled=False):
+                    loss.backward()
+                optimizer.step()
     """,
     "questions about finite gradients, and about other values": """
         model = nn.Linear(8, 1)

@@ -518,9 +518,12 @@ class EntryPoints:
                 self._watch.loop.batch_drawn(iterator)
 
     def autocast_enter(self, original: Function, region: Any) -> Any:
+        is_outermost = not torch.is_autocast_enabled(region.device)
         result = original(region)
         if region._enabled:
             with self._guard:
+                if is_outermost:
+                    self._watch.loop.autocast_entered(region.device)
                 self._tracker.region_entered(PRECISIONS.get(region.fast_dtype, "other"))
         return result
 

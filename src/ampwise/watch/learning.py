@@ -268,6 +268,7 @@ class Learning:
     idle_freezes: dict[CallSite, IdleFreeze] = field(default_factory=dict)
     held_frozen: dict[tuple[CallSite, str], HeldFrozen] = field(default_factory=dict)  # by line and name
     idle_averages: dict[CallSite, IdleAverage] = field(default_factory=dict)
+    stale_casts: dict[CallSite, CountedCalls] = field(default_factory=dict)  # steps in a region that goes on
     leaf_losses: dict[CallSite, CountedCalls] = field(default_factory=dict)  # backward passes of losses without a graph
     idle_clips: dict[CallSite, CountedCalls] = field(default_factory=dict)  # clips of nothing
     useful_clips: Counter[CallSite] = field(default_factory=Counter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
 from ampwise.trace.names_in_code import free_names, tree_of
 from ampwise.watch.always_dropped import functional_dropout, random_position
-from ampwise.watch.inspection import inner_model, tensors_in, unwrapped
+from ampwise.watch.inspection import HALVES, inner_model, tensors_in, unwrapped
 from ampwise.watch.learning import CountedCalls, Learning, LoaderUse, ModelModes, ScheduleUse
 from ampwise.watch.tracked import TrackedOptimizer
 from ampwise.watch.tracker import CallTracker
@@ -48,6 +49,15 @@ class _Schedule:
 
 
 @dataclass(slots=True)
+class _Region:
+    """The outermost autocast region that was entered last."""
+
+    site: CallSite
+    device: str
+    steps: Counter[int] = field(default_factory=Counter)  # in it, by optimizer
+
+
+@dataclass(slots=True)
 class _Loader:
     facts: LoaderUse
     drawn: int = 0  # of the current pass
@@ -61,6 +71,7 @@ class LoopWatch:
         self._modes: dict[int, _Modes] = {}  # by id of the model
         self._evals: dict[int, tuple[weakref.ref[nn.Module], CallSite]] = {}
         self._random: tuple[nn.Module, Any] | None = None  # at the start of a pass in evaluation mode
+        self._region: _Region | None = None
         self._schedules: dict[int, _Schedule] = {}  # by id
         self._loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
         self._iterators: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
@@ -106,6 +117,7 @@ class LoopWatch:
                 ).times += 1
 
     def step_over(self, state: TrackedOptimizer) -> None:
+        self._note_region(state)
         for known in self._modes.values():
             if not known.since_step or state not in known.trains:
                 continue
@@ -129,6 +141,26 @@ class LoopWatch:
             if switched is model or (switched is not None and any(each is model for each in switched.modules())):
                 found = site
         return found
+
+    # Autocast
+
+    def autocast_entered(self, device: str) -> None:
+        """Note that an outermost autocast region was entered: torch keeps casts of the weights until it ends."""
+        self._region = _Region(calling_site(), device)
+
+    def forget_region(self) -> None:
+        """Forget the region, as others are entered unnoticed from now on."""
+        self._region = None
+
+    def _note_region(self, state: TrackedOptimizer) -> None:
+        region = self._region
+        if region is None or not torch.is_autocast_enabled(region.device) or not torch.is_autocast_cache_enabled():
+            return
+        region.steps[state.index] += 1
+        if region.steps[state.index] > 1 and any(
+            each in HALVES for each in state.precisions
+        ):  # the passes between the two used the casts
+            self._facts.stale_casts.setdefault(region.site, CountedCalls(step=state.steps + 1)).times += 1
 
     # Schedulers
 

@@ -179,6 +179,7 @@ class StepWatch:
         if any(each.device.type != "cpu" for one, _ in pairs for group in one.param_groups for each in group["params"]):
             return  # checking its loss would need a sync
         self.calls.forget()
+        self.loop.forget_region()
         if self.timing is not None:
             self.timing.skips_steps(True)
         self.skipper.begin(unwrapped(optimizer), {id(each): state.index for each, state in pairs}, steps)
