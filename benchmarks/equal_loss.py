@@ -34,7 +34,9 @@ HELD_OUT_OF = 20  # files, one
 HELD_BATCHES = 12 if ON_GPU else 2
 SHAPE = Shape(name="GPT 202M", layers=4, width=2048, heads=16, vocabulary=BYTES, length=1024, batch=8)
 ON_CPU = replace(GPT_ONE_LAYER, vocabulary=BYTES)
-ARMS: Mapping[str, Any] = {"BF16": "bf16", "FP8": Fp8(), "FP8 measured": Fp8("measured", backend="ampwise")}
+ARMS: Mapping[str, Any] = {
+    "BF16": "bf16", "FP8": Fp8(), "FP8 measured": Fp8("measured", backend="ampwise"), "FP8 auto": Fp8("auto")
+}  # fmt: skip
 CPU_ARMS: Mapping[str, Any] = {"FP32": "fp32", "BF16": "bf16"}
 LR = 2e-4
 BUDGET_S, SEEDS = (300.0, 3) if ON_GPU else (20.0, 2)

@@ -9,6 +9,7 @@ roofline_gpt1300m, roofline_d4096
 layers_5b         the four linear layers of a block of a GPT of 5 B parameters, alone: with casts, and matmuls only.
 never_slower_compiled, never_slower_eager
                   Fp8("measured") against BF16 on the four models of benchmarks/subjects.py.
+auto_compiled     Fp8("auto") against BF16 on the same models.
 
 Each contender takes turns with BF16, and a ratio is the median of those within a round.
 """
@@ -45,6 +46,7 @@ CLAIM = (
 )
 OURS = ("current", "delayed")  # "measured" has a part of its own: its choice takes longer than the race
 MEASURED = Fp8("measured", backend="ampwise")  # torchao's recipes, compiled for each shape, would take minutes more
+AUTO = Fp8("auto")
 TORCHAO = ("tensorwise", "rowwise")
 BF16 = "BF16"
 FP8_MATMULS, BF16_MATMULS, CASTS, OTHER = "matmuls in FP8", "matmuls in BF16", "casts to FP8", "other"
@@ -318,28 +320,28 @@ def tried(
         torch.cuda.empty_cache()
 
 
-def never_slower(compiled: bool) -> Result:
+def never_slower(compiled: bool, fp8: Fp8 = MEASURED) -> Result:
     way = "compiled" if compiled else "eager"
     result = Result(
-        name=f"fp8_measured_{way}_gpu",
-        title=f'Fp8("measured") against BF16, {way}',
+        name=f"fp8_{fp8.recipe}_{way}_gpu",
+        title=f'Fp8("{fp8.recipe}") against BF16, {way}',
         claim="Whole training steps in turns; noise is BF16 against itself, the most that a round is off.",
         columns=["model", "BF16 ms", "FP8 ms", "× over BF16", "low", "high", "noise ±%", "layers in FP8"],
     )
     for make in (subjects.gpt2, subjects.resnet50, subjects.gpt_1_3b, subjects.relevance):
         torch._dynamo.reset()
-        result.rows.append(_against(make, compiled))
+        result.rows.append(_against(make, compiled, fp8))
         gc.collect()
         torch.cuda.empty_cache()
-    result.notes.append("measured: among ampwise's own recipes. A model whose layers all stay in BF16 is BF16.")
+    result.notes.append(f"{fp8.recipe}: among ampwise's own recipes. A model whose layers all stay in BF16 is BF16.")
     return result
 
 
-def _against(make: Callable[..., Any], compiled: bool) -> list[str | float]:
+def _against(make: Callable[..., Any], compiled: bool, fp8: Fp8) -> list[str | float]:
     name = make.__name__
     note(name)
     wide = Trained(BF16, make, None, compiled=compiled)
-    narrow = Trained(name, make, MEASURED, compiled=compiled)
+    narrow = Trained(name, make, fp8, compiled=compiled)
     for _ in range(3):
         wide()
     first, second, _ = raced(wide, wide)
@@ -361,6 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "roofline_gpt1300m": lambda: roofline("gpt1300m", GPT_1_3B),
         "layers_5b": layers_5b,
         "never_slower_compiled": lambda: never_slower(compiled=True),
+        "auto_compiled": lambda: never_slower(compiled=True, fp8=AUTO),
         "never_slower_eager": lambda: never_slower(compiled=False),
     }
     assert __doc__ is not None

@@ -1,6 +1,7 @@
 """An engine in FP8, on a CPU that is taken for a device that has it: the products are then those of the same values."""
 
 import copy
+import io
 import sys
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from ampwise.train import engine as engines
 from ampwise.train.float8 import recipe_timing as measuring
 from ampwise.train.float8.layer_choice import torchao_layers
 from ampwise.train.float8.layer_forward import has_fp8_forward
+from ampwise.train.float8.recipe import MATMULS
 from ampwise.train.float8.recipe_timing import TimedRecipe
 from ampwise.train.float8.torchao_backend import prepare
 from ampwise.train.precision.precision import EXTRA_PRECISIONS, ChosenPrecision
@@ -387,6 +389,177 @@ def test_a_compiled_model_is_measured_compiled(monkeypatch, way):
         model.compile(backend="eager")
     train(run, 1, model)
     assert asked == [(way != "eager", False)]
+
+
+# Auto
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Times by a rule: the more matmuls are in FP8, the faster; and a list of what was timed."""
+    asked = []
+
+    def timer(works, device):
+        asked.append(list(works))
+        counts = {name: 0 if name == "bf16" else len(name.partition(" ")[2].split("+")) for name in works}
+        counts["current"] = 3
+        return {name: [1e-3 - 2e-4 * counts[name]] * 3 for name in works}
+
+    monkeypatch.setattr(measuring, "time_in_turns", timer)
+    return asked
+
+
+def auto(**settings):
+    return training(Fp8("auto", narrow=BLOCKS, **settings.pop("fp8", {})), **settings)
+
+
+def narrow_matmuls(run):
+    return {choice.name: choice.matmuls for choice in run.engine.fp8_choices().layers}
+
+
+@pytest.fixture
+def decides_after_3_and_6(monkeypatch):
+    monkeypatch.setattr("ampwise.train.fp8_plugin.DECIDE_AFTER", (1, 3, 6))
+
+
+def test_auto_decides_after_the_first_step_which_is_in_bf16(timed):
+    run = auto()
+    assert "not decided yet" in str(run.engine.fp8_choices())
+    assert train(run, 1) == train(training(precision="bf16"), 1)
+    assert narrow_matmuls(run) == dict.fromkeys(NAMES, MATMULS)
+    assert fitted(run.model) == run.engine.fp8_layers == NAMES
+    assert len(timed) == 2, "shapes"
+    assert len(timed[0]) == 8, "BF16 and each combination of three matmuls"
+    by_current = training(Fp8(narrow=BLOCKS))
+    weights, moments, _ = states_of(run)
+    by_current.model.load_state_dict(weights)
+    by_current.optimizer.load_state_dict(moments)
+    assert train(run, 3) == train(by_current, 3)
+    told = str(run.engine.fp8_choices())
+    assert "blocks.{0,1}.up    ×2  forward+dgrad+wgrad  2.50x" in told
+    assert "current" in run.engine.policy.describe(run.model)
+
+
+def test_auto_leaves_a_matmul_in_bf16_whose_error_is_above_the_limit(timed):
+    run = auto(fp8={"limit": 0.05})
+    train(run, 1)
+    assert set(narrow_matmuls(run).values()) == {("forward",)}, "gradients in E5M2 are off by 0.06"
+    assert "dgrad, wgrad not: error above 0.05" in run.engine.policy.describe(run.model)
+    none = auto(fp8={"limit": 0.001})
+    train(none, 2)
+    assert none.engine.fp8_layers == fitted(none.model) == []
+    assert all(max(choice.errors) < 0.1 for choice in none.engine.fp8_choices().layers)
+
+
+def test_auto_measures_errors_again_and_installs_other_layers_only_where_the_choice_changes(
+    timed, decides_after_3_and_6
+):
+    run = auto()
+    train(run, 2)
+    plugin = run.engine._plugin
+    assert plugin.bypass_graphs, "the third step is measured"
+    version, forwards = plugin.graph_version, dict(plugin._layers)
+    train(run, 1)
+    assert not plugin.bypass_graphs
+    assert (plugin.graph_version, plugin._layers) == (version, forwards), "nothing has changed"
+    assert run.engine.fp8_choices().decided_after == 3
+    train(run, 2)
+    with torch.no_grad():  # values beside which all others become zero
+        run.model.blocks[0].norm.weight.mul_(1e-6)
+        run.model.blocks[0].norm.weight[0] = 1e4
+        run.model.blocks[0].up.weight[:, 0] = 0.0
+    train(run, 1)
+    assert run.engine.fp8_choices().decided_after == 6
+    chosen = narrow_matmuls(run)
+    assert "forward" not in chosen["blocks.0.up"]
+    assert chosen["blocks.1.up"] == chosen["blocks.1.down"] == MATMULS
+    assert plugin.graph_version == version + 1
+    assert "of the input's values become zero" in str(run.engine.fp8_choices())
+    train(run, 3)
+    assert plugin.graph_version == version + 1
+    assert len(timed) == 2, "times are measured once"
+
+
+def test_auto_resumes_with_its_choices_and_at_its_step(timed, decides_after_3_and_6):
+    whole, first = auto(fp8={"limit": 0.05}), auto(fp8={"limit": 0.05})
+    train(whole, 5)
+    train(first, 2)
+    states = states_of(first)
+    resumed = auto(fp8={"limit": 0.05})
+    put_back(resumed, states)
+    assert narrow_matmuls(resumed) == narrow_matmuls(first)
+    assert resumed.engine.fp8_choices().decided_after == 1
+    assert len(timed) == 2
+    assert train(resumed, 3) == train(first, 3)
+    assert resumed.engine.fp8_choices().decided_after == 3
+    other = auto(fp8={"limit": 0.9})
+    put_back(other, states)
+    assert set(narrow_matmuls(other).values()) == {MATMULS}, "the same errors, by this engine's limit"
+    assert torch.load(saved_in_memory(states[2]), weights_only=True)["fitting"]["auto"]["steps"] == 2
+
+
+def saved_in_memory(state):
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    stream.seek(0)
+    return stream
+
+
+def test_auto_waits_for_a_step_that_is_not_skipped(timed):
+    run = auto(trace=False)
+    assert run.engine.step(lambda: run.model(torch.zeros(1, 2, dtype=torch.long)).sum() * torch.inf).skipped
+    assert run.engine.fp8_choices().decided_after is None
+    train(run, 1)
+    assert run.engine.fp8_choices().decided_after == 2
+    assert set(narrow_matmuls(run).values()) == {MATMULS}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # what dynamo does itself
+def test_auto_is_compiled_once_for_each_choice(monkeypatch, timed, decides_after_3_and_6):
+    run, graphs = auto(), []
+    monkeypatch.setattr(
+        "ampwise.train.fp8_plugin.time_layers",
+        lambda *given, **settings: measuring.time_layers(*given, **{**settings, "compiled": False}),
+    )
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(run.model, backend=backend, fullgraph=True)
+    train(run, 1, compiled)
+    assert not graphs, "the first step, which measures, is not compiled"
+    train(run, 4, compiled)
+    assert len(graphs) == 1, "nor the third; and nothing has changed"
+    run.engine._plugin._auto._limit = 0.01  # as if errors had grown
+    train(run, 4, compiled)
+    assert set(narrow_matmuls(run).values()) == {()}
+    assert len(graphs) == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # as a linear layer does
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_auto_decides_in_wrapped_models_as_by_itself(one_rank, timed, wrapper):
+    alone, wrapped = auto(), Net()
+    torch.manual_seed(0)
+    model = Net()
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(model)
+    else:
+        for block in model.blocks:
+            fully_shard(block)
+        wrapped = fully_shard(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    engine = Engine(wrapped, optimizer, Fp8("auto", narrow=BLOCKS))
+    run = SimpleNamespace(model=wrapped, engine=engine)
+    assert train(run, 3) == pytest.approx(train(alone, 3), rel=1e-4)
+    assert narrow_matmuls(run) == narrow_matmuls(alone)
+
+
+def test_choices_are_for_auto():
+    with pytest.raises(BadInput, match=r"Fp8\('current'\) does not choose matmuls; Fp8\('auto'\) does"):
+        training(Fp8(narrow=BLOCKS)).engine.fp8_choices()
 
 
 @pytest.mark.parametrize("backend", ["torchao", "transformer-engine"])

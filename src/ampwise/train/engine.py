@@ -54,6 +54,7 @@ from ampwise.train.engine_state import (
     rng_state,
 )
 from ampwise.train.float8.layer_stats import Float8LayerStats
+from ampwise.train.float8.matmul_choices import Fp8Choices
 from ampwise.train.float8.recipe import Fp8
 from ampwise.train.precision.contexts import NO_CONTEXT, PrecisionContexts
 from ampwise.train.precision.policy import Policy
@@ -680,6 +681,18 @@ class Engine:
         """
         report: Float8LayerStats = self._in_fp8("fp8_report").report()
         return report
+
+    def fp8_choices(self) -> Fp8Choices:
+        """Return which matmuls of each layer ``Fp8("auto")`` runs in FP8, with the gain and the errors behind it.
+
+        Returns:
+            the choice for each layer; ``print`` shows a line for each group of layers.
+
+        Raises:
+            BadInput: another precision or recipe.
+        """
+        choices: Fp8Choices = self._in_fp8("fp8_choices").choices()
+        return choices
 
     @property
     def fp8_layers(self) -> list[str]:

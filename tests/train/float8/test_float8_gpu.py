@@ -199,6 +199,45 @@ def test_measured_says_its_times(compiled, graph):
     assert "last layer" in text
 
 
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_auto_measures_times_and_errors_and_errors_again(monkeypatch, compiled, graph):
+    monkeypatch.setattr("ampwise.train.fp8_plugin.DECIDE_AFTER", (1, 8))
+    engine, model, losses = trained("fp8", Fp8("auto"), compiled=compiled, graph=graph)
+    assert losses[-1] < 0.5 * losses[0]
+    choices = engine.fp8_choices()
+    assert choices.decided_after == 8
+    assert choices.layers
+    for choice in choices.layers:
+        assert all(0.01 < error < 0.5 for error in choice.errors)
+        assert choice.gain is not None
+    assert "last layer" in Policy("fp8").describe(model)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_auto_with_some_matmuls_in_fp8_is_compiled_once_for_each_choice(monkeypatch, graph):
+    """Whatever is faster: times by a rule."""
+    monkeypatch.setattr("ampwise.train.fp8_plugin.DECIDE_AFTER", (1, 8, 14))
+
+    def timer(works, device):
+        counts = {name: len(name.partition(" ")[2].split("+")) if " " in name else 3 for name in works}
+        return {name: [1e-3 if name == "bf16" else 1e-3 - 2e-4 * counts[name]] * ROUNDS for name in works}
+
+    monkeypatch.setattr("ampwise.train.float8.recipe_timing.time_in_turns", timer)
+    monkeypatch.setattr("ampwise.train.float8.recipe_timing.time_graphs_in_turns", timer)
+    engine, model, losses = trained("fp8", Fp8("auto", limit=0.9), compiled=True, graph=graph, steps=10)
+    first = {choice.matmuls for choice in engine.fp8_choices().layers}
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    engine._plugin._auto._limit = 0.001  # as if errors had grown
+    with torch.device("cuda"):
+        x = torch.randint(64, (8, 50))
+    losses += [engine.step(model, x, (x * 5 + 1) % 64).loss for _ in range(8)]
+    assert first == {("forward", "dgrad", "wgrad")}
+    assert {choice.matmuls for choice in engine.fp8_choices().layers} == {()}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+    assert all(torch.isfinite(torch.tensor(losses)))
+
+
 def test_what_is_replayed_is_timed_without_the_host():
     calls = []
     value = torch.zeros(1, device="cuda")

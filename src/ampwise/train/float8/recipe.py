@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from ampwise.errors import BadInput, UnknownName
 from ampwise.finding.terminal import shortened
 
-__all__ = ["BACKENDS", "MATMULS", "MEASURED", "RECIPES", "Fp8"]
+__all__ = ["AUTO", "BACKENDS", "MATMULS", "MEASURED", "RECIPES", "Fp8"]
 
 OURS, TORCHAO, TRANSFORMER_ENGINE = "ampwise", "torchao", "transformer-engine"
 
@@ -21,6 +21,8 @@ RECIPES: dict[str, tuple[str, ...]] = {
 }
 MATMULS = ("forward", "dgrad", "wgrad")  # of a linear layer: its output, the gradients of its input and its weight
 MEASURED = "measured"  # the fastest of them for each layer, or BF16
+AUTO = "auto"  # for each layer the fastest of current's matmuls whose errors are within the limit
+ERROR_LIMIT = 0.1  # rounding alone gives 0.04 in the forward pass, and 0.06 with gradients in E5M2
 DELAYED, OF_DELAYED = "delayed", ("history", "margin", "update")  # and its parameters
 BY_ROW = ("rowwise", "rowwise+hp-weight-grad")  # one scale per row, and all operands in E4M3
 BACKENDS = tuple(dict.fromkeys(backend for backends in RECIPES.values() for backend in backends))
@@ -37,7 +39,8 @@ class Fp8:
     Args:
         recipe: ``"current"`` scales by the largest magnitude of each tensor now; ``"delayed"`` by those of past steps,
             which saves a read; ``"tensorwise"``, ``"rowwise"`` and ``"rowwise+hp-weight-grad"`` are torchao's;
-            ``"measured"`` times them for each layer and takes the fastest, if it is faster than BF16.
+            ``"measured"`` times them for each layer and takes the fastest, if it is faster than BF16; ``"auto"``
+            decides for each matmul of a layer, by its time and its error.
         backend: ``"ampwise"``, ``"torchao"`` or ``"transformer-engine"``; by default, the first that has the recipe.
         gradients: the format of gradients, ``"e5m2"`` for its range or ``"e4m3"`` for its precision; ampwise's layers
             only.
@@ -45,6 +48,7 @@ class Fp8:
             free above their magnitudes, and whether the largest (``"max"``) or the last (``"last"``) of them counts.
         matmuls: which of a layer's matmuls are in FP8: ``"forward"``, ``"dgrad"`` (the gradient of the input) and
             ``"wgrad"`` (of the weight). The others are in BF16. ampwise's ``"current"`` only.
+        limit: for ``"auto"``: the largest relative error of a matmul in FP8, against BF16.
         wide, narrow: globs of module names that stay in BF16, and of modules that run in FP8 although they are the
             first, the last, a router or small. A glob includes all submodules.
 
@@ -63,6 +67,7 @@ class Fp8:
     margin: int = 0
     update: str = "max"
     matmuls: tuple[str, ...] = MATMULS
+    limit: float = ERROR_LIMIT
     wide: tuple[str, ...] = ()
     narrow: tuple[str, ...] = ()
 
@@ -88,6 +93,12 @@ class Fp8:
             )
         _check_delayed(self)
         _check_matmuls(self)
+        if isinstance(self.limit, bool) or not isinstance(self.limit, int | float) or not 0 < self.limit < 1:
+            raise BadInput(
+                f"Fp8(limit={self.limit!r}): expected a relative error between 0 and 1, such as {ERROR_LIMIT}."
+            )
+        if self.limit != ERROR_LIMIT and self.recipe != AUTO:
+            raise BadInput(f"Fp8({self.recipe!r}, limit={self.limit!r}): only 'auto' measures errors. Remove limit=...")
 
     def __repr__(self) -> str:
         values = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
@@ -98,7 +109,9 @@ class Fp8:
     @property
     def made_by(self) -> str | None:
         """The backend; None for "measured" without one, which times all that are available."""
-        return self.backend or (None if self.recipe == MEASURED else RECIPES[self.recipe][0])
+        if self.recipe == MEASURED:
+            return self.backend
+        return OURS if self.recipe == AUTO else self.backend or RECIPES[self.recipe][0]
 
     def by(self, recipe: str, matmuls: tuple[str, ...] = MATMULS) -> Fp8:
         """Return these settings for one of the recipes that are timed, as far as its backend has them.
@@ -129,13 +142,16 @@ class Fp8:
 def _check_recipe(recipe: object, backend: object) -> None:
     if not isinstance(recipe, str):
         raise BadInput(f"Fp8({recipe!r}): expected the name of a recipe: {_listed()}.")
-    if recipe not in RECIPES and recipe != MEASURED:
-        raise UnknownName("FP8 recipe", recipe, (*RECIPES, MEASURED), listing=f"The recipes are {_listed()}.")
+    if recipe not in (*RECIPES, MEASURED, AUTO):
+        raise UnknownName("FP8 recipe", recipe, (*RECIPES, MEASURED, AUTO), listing=f"The recipes are {_listed()}.")
     if backend is None:
         return
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise UnknownName("FP8 backend", str(backend), BACKENDS, listing=f"The backends are {', '.join(BACKENDS)}.")
-    if recipe != MEASURED and backend not in RECIPES[recipe]:
+    if recipe == AUTO:
+        if backend != OURS:
+            raise BadInput(f"Fp8('auto', backend={backend!r}): 'auto' is for ampwise's own layers. Remove backend=...")
+    elif recipe != MEASURED and backend not in RECIPES[recipe]:
         has = ", ".join(repr(name) for name, backends in RECIPES.items() if backend in backends)
         raise BadInput(
             f"Fp8({recipe!r}, backend={backend!r}): {backend} has {has}. "
@@ -170,4 +186,4 @@ def _check_matmuls(fp8: Fp8) -> None:
 
 
 def _listed() -> str:
-    return ", ".join(repr(name) for name in (*RECIPES, MEASURED))
+    return ", ".join(repr(name) for name in (*RECIPES, MEASURED, AUTO))

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +16,19 @@ from ampwise.errors import MissingDependency, PrecisionUnavailable
 from ampwise.train.cuda_graphs import capture_graph
 from ampwise.train.float8.backends import is_delayed, make_forward, refuse_wrong_kernels, transformer_engine
 from ampwise.train.float8.layer_forward import SLOT, install_forward
-from ampwise.train.float8.recipe import OURS, RECIPES, TORCHAO, TRANSFORMER_ENGINE, Fp8
+from ampwise.train.float8.recipe import AUTO, MATMULS, OURS, RECIPES, TORCHAO, TRANSFORMER_ENGINE, Fp8
 from ampwise.train.float8.torchao_backend import float8_of_torchao
 
 __all__ = [
     "GAIN",
     "LayerShapes",
+    "LayerTimes",
     "TimedRecipe",
     "candidate_recipes",
     "fastest_recipe",
     "time_graphs_in_turns",
     "time_in_turns",
+    "time_layers",
     "time_recipes",
 ]
 
@@ -41,7 +44,7 @@ LayerShapes = Mapping[nn.Linear, tuple[int, torch.dtype]]  # rows and dtype of e
 Work = Callable[[], object]
 Timer = Callable[[Mapping[str, Work], torch.device], dict[str, list[float]]]
 
-_timed: dict[tuple[object, ...], TimedRecipe] = {}  # in this process: another engine need not time again
+_timed: dict[tuple[object, ...], LayerTimes] = {}  # in this process: another engine need not time again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,22 @@ class TimedRecipe:
 
     recipe: str | None  # None: BF16
     why: str
-    complete: bool = True  # whether all recipes could be timed; if not, that may change
+    matmuls: tuple[str, ...] = MATMULS  # in FP8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """Seconds of a layer in BF16 and in each recipe, by ``Fp8.short``; a list with one time per round."""
+
+    shape: str
+    times: Mapping[str, list[float]]
+    failed: Mapping[str, str]  # why a recipe could not run
+    trouble: str = ""  # why nothing could be timed
+
+    @property
+    def complete(self) -> bool:
+        """Whether all recipes could be timed; if not, that may change."""
+        return not (self.failed or self.trouble)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +104,33 @@ def time_recipes(
     graphed: bool = False,
     timer: Timer | None = None,
 ) -> dict[nn.Linear, TimedRecipe]:
-    """Return the fastest recipe for each layer; each shape is timed once in a process. Syncs with the device.
+    """Return the fastest recipe for each layer."""
+    recipes = candidate_recipes(fp8, device)
+    found = {}
+    for module, layer in time_layers(shapes, recipes, device, compiled=compiled, graphed=graphed, timer=timer).items():
+        fastest = fastest_recipe(layer.times, layer.shape)
+        why = layer.trouble or "; ".join(
+            [fastest.why, *(f"{name} failed: {each}" for name, each in layer.failed.items())]
+        )
+        found[module] = replace(fastest, why=why)
+    return found
+
+
+def time_layers(
+    shapes: LayerShapes,
+    recipes: Sequence[Fp8],
+    device: torch.device,
+    *,
+    compiled: bool,
+    graphed: bool = False,
+    timer: Timer | None = None,
+) -> dict[nn.Linear, LayerTimes]:
+    """Return the times of each layer; each shape is timed once in a process. Syncs with the device.
 
     Layers are timed as they will run: compiled or not, and replayed by CUDA graphs, without host overhead, or not.
     """
-    recipes = candidate_recipes(fp8, device)
     timer = timer or (time_graphs_in_turns if graphed else time_in_turns)
-    found: dict[nn.Linear, TimedRecipe] = {}
+    found: dict[nn.Linear, LayerTimes] = {}
     new: set[tuple[object, ...]] = set()
     for module, given in shapes.items():
         shape = _Shape.of(module, *given)
@@ -107,6 +145,11 @@ def time_recipes(
 
 def candidate_recipes(fp8: Fp8, device: torch.device) -> list[Fp8]:
     """Return the recipes of all available backends, or of the one that was requested; raise if that is missing."""
+    if fp8.recipe == AUTO:
+        refuse_wrong_kernels(fp8.by("current"), device)
+        # Of those that are equally fast the first is taken: the one with the fewest matmuls in FP8.
+        some = (each for count in range(1, len(MATMULS) + 1) for each in combinations(MATMULS, count))
+        return [fp8.by("current", matmuls) for matmuls in some]
     found = []
     for recipe, possible in RECIPES.items():
         for backend in [fp8.backend] if fp8.backend else [OURS, TORCHAO]:
@@ -182,7 +225,9 @@ def time_graphs_in_turns(works: Mapping[str, Work], device: torch.device) -> dic
         return time_in_turns(replays, device)
 
 
-def _time_shape(shape: _Shape, recipes: list[Fp8], device: torch.device, compiled: bool, timer: Timer) -> TimedRecipe:
+def _time_shape(
+    shape: _Shape, recipes: Sequence[Fp8], device: torch.device, compiled: bool, timer: Timer
+) -> LayerTimes:
     failed: dict[str, str] = {}  # a recipe that fails must not end the training
     try:
         works = dict(_works(shape, recipes, device, compiled))
@@ -194,17 +239,16 @@ def _time_shape(shape: _Shape, recipes: list[Fp8], device: torch.device, compile
             except Exception as error:
                 failed[name] = (str(error).strip() or type(error).__name__).partition("\n")[0]
         if "bf16" in failed:
-            return TimedRecipe(recipe=None, why=f"could not be measured, {shape}: {failed['bf16']}", complete=False)
+            trouble = f"could not be measured, {shape}: {failed['bf16']}"
+            return LayerTimes(shape=str(shape), times={}, failed={}, trouble=trouble)
         times = timer({name: each for name, each in works.items() if name not in failed}, device)
         of_one = {name: [each / shape.together for each in taken] for name, taken in times.items()}
-        found = fastest_recipe(of_one, str(shape))
-        why = "; ".join([found.why, *(f"{name} failed: {each}" for name, each in failed.items())])
-        return replace(found, why=why, complete=not failed)
+        return LayerTimes(shape=str(shape), times=of_one, failed=failed)
     except torch.OutOfMemoryError:
-        return TimedRecipe(recipe=None, why=f"no memory left to measure {shape}", complete=False)
+        return LayerTimes(shape=str(shape), times={}, failed={}, trouble=f"no memory left to measure {shape}")
 
 
-def _works(shape: _Shape, recipes: list[Fp8], device: torch.device, compiled: bool) -> Iterator[tuple[str, Work]]:
+def _works(shape: _Shape, recipes: Sequence[Fp8], device: torch.device, compiled: bool) -> Iterator[tuple[str, Work]]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         numbers = [torch.randn(shape.rows, shape.inputs, device=device) for _ in range(shape.together)]
         inputs = [each.to(shape.dtype).requires_grad_() for each in numbers]

@@ -18,6 +18,7 @@ from ampwise.hardware.cpu import BF16_FEATURES, FEATURES, Cpu, describe_cpu
 from ampwise.hardware.device import CudaDevice
 from ampwise.hardware.torch_info import read_device
 from ampwise.numbers.emulation.recipe import EmulationRecipe, parse_recipe
+from ampwise.train.float8.recipe import AUTO as FP8_AUTO
 from ampwise.train.float8.recipe import MEASURED, RECIPES
 from ampwise.train.low_bit.pure_bf16 import PURE, PureBf16, parse_pure_bf16
 from ampwise.train.precision.names import AUTO, EMULATE, RIGHT_NAMES
@@ -263,7 +264,7 @@ def _hint(text: str) -> str:
     if is_narrow_format:
         return f"That is a format: precision='{EMULATE}{text}' computes on values rounded to it, on any device. "
     # The recipe in "fp8,delayed" or in "delayed"; after "fp8", also the most similar one.
-    known, rest = (*RECIPES, MEASURED), text.removeprefix("fp8")
+    known, rest = (*RECIPES, MEASURED, FP8_AUTO), text.removeprefix("fp8")
     recipe: str | None = rest.lstrip(BETWEEN)
     if recipe not in known:
         recipe = next(iter(nearest(str(recipe), known)), None) if text != rest != recipe else None
