@@ -427,9 +427,11 @@ def test_auto_decides_after_the_first_step_which_is_in_bf16(timed):
     assert "not decided yet" in str(run.engine.fp8_choices())
     assert train(run, 1) == train(training(precision="bf16"), 1)
     assert narrow_matmuls(run) == dict.fromkeys(NAMES, MATMULS)
-    assert fitted(run.model) == run.engine.fp8_layers == NAMES
+    assert run.engine.fp8_layers == NAMES
     assert len(timed) == 2, "shapes"
     assert len(timed[0]) == 8, "BF16 and each combination of three matmuls"
+    train(run, 1)  # which measures again
+    assert fitted(run.model) == NAMES
     by_current = training(Fp8(narrow=BLOCKS))
     weights, moments, _ = states_of(run)
     by_current.model.load_state_dict(weights)
@@ -446,7 +448,7 @@ def test_auto_leaves_a_matmul_in_bf16_whose_error_is_above_the_limit(timed):
     assert set(narrow_matmuls(run).values()) == {("forward",)}, "gradients in E5M2 are off by 0.06"
     assert "dgrad, wgrad not: error above 0.05" in run.engine.policy.describe(run.model)
     none = auto(fp8={"limit": 0.001})
-    train(none, 2)
+    train(none, 3)
     assert none.engine.fp8_layers == fitted(none.model) == []
     assert all(max(choice.errors) < 0.1 for choice in none.engine.fp8_choices().layers)
 

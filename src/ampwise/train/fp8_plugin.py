@@ -58,7 +58,7 @@ class Fp8Plugin(PrecisionPlugin):
     """Runs a model's linear layers in FP8, by one recipe for all or, with "measured", by the fastest for each.
 
     With "auto" the matmuls of each layer are chosen, by their times and their errors. Times are measured once, errors
-    again after 100, 1,000 and 10,000 steps.
+    in a few later steps too, which run in BF16: the first step has shown that it fits into memory.
 
     The first step runs without torch.compile if it must provide data: input shapes for timing, or magnitudes for
     delayed scaling. The model is then compiled once, in its final form.
@@ -129,10 +129,12 @@ class Fp8Plugin(PrecisionPlugin):
         self._fit_layers()
 
     def _fit_layers(self) -> None:
-        for module, how in self._layers.items():
+        for module in self._open if self._is_auto and not self._noting else ():
+            remove_forward(module)
             if self._auto.probing:
-                how = self._probed(module, how)
-            elif self.bypass_graphs:
+                install_forward(module, self._probed(module, ShapeRecorder()))
+        for module, how in () if self._auto.probing else self._layers.items():
+            if self.bypass_graphs:
                 how = CountingForward(how, self._recipes[module], self._samples.setdefault(self._name(module), {}))
             slot = scales = None
             if self._scales is not None and module in self._delayed:
@@ -140,12 +142,6 @@ class Fp8Plugin(PrecisionPlugin):
                 slot = self._scales.slots[place]
                 scales = self._scales.values[place] if self._known[place] else None
             install_forward(module, how, slot, scales)
-
-        for module in self._open if self._is_auto and not self._noting else ():
-            if module not in self._layers:
-                remove_forward(module)
-                if self._auto.probing:  # in BF16, which may change
-                    install_forward(module, self._probed(module, ShapeRecorder()))
 
     @property
     def _is_auto(self) -> bool:

@@ -15,7 +15,9 @@ from ampwise.train.float8.recipe_timing import LayerTimes, fastest_recipe
 
 __all__ = ["DECIDE_AFTER", "choose_matmuls", "has_errors"]
 
-DECIDE_AFTER = (1, 100, 1_000, 10_000)  # steps
+# Steps. In the second, memory holds the optimizer's state, as later: if a step that measures does not fit, it shows at
+# once. Nothing is compiled before it.
+DECIDE_AFTER = (1, 2, 100, 1_000, 10_000)
 # Ways in which like blocks may differ. With few decisions, torch.compile stays below its limit of 8 for one function.
 MOST_VARIANTS = 2
 OPERANDS = {"forward": ("input", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient", "input")}
