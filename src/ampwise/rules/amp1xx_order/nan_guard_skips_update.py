@@ -46,8 +46,12 @@ LIMITS_NORM = LazyPattern(r"norm[^<>]*[<>]|[<>][^<>]*norm", re.IGNORECASE)
 def check_source(code: SourceFile) -> Findings:
     for region in code.visible_regions:
         asked: dict[BranchGuard, SourceEvent] = {}  # checks of gradients or the loss that an update is under
-        for update in region.events_of("update"):
+        updates = region.events_of("update")
+        sides = {(guard.text, guard.holds) for update in updates for guard in region.own_guards(update)}
+        for update in updates:
             for guard in region.own_guards(update):
+                if (guard.text, not guard.holds) in sides:  # both sides have an update, of chosen optimizers, say
+                    continue
                 checks = ASKS_FOR_NAN.search(guard_meaning(guard)) or LIMITS_NORM.search(guard_source(guard))
                 if guard.boundary is None and checks:
                     asked.setdefault(guard, update)

@@ -17,7 +17,6 @@ from ampwise.check.source.tensor_dtypes import (
     torch_operation,
 )
 from ampwise.check.source.torch_names import BF16
-from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -95,17 +94,34 @@ def _given_by(call: ast.Call, tensor: ast.expr, context: EventContext, code: Sou
     """Return the call outside of autocast that gives the scores to a loss of this file, and the scores there."""
     frame = context.frame
     while frame.caller is not None and frame.call is not None and frame.caller.outline is code.outline:
-        names = [part for part in walk(tensor) if isinstance(part, ast.Name)]
-        for name in names:  # logits, for `flat = logits.reshape(-1, n)`
-            values = reaching_values(name, frame) if name.id not in frame.arguments else []
-            names += [part for value in values[:1] for part in walk(value.node) if isinstance(part, ast.Name)]
-            if len(names) > MOST_NAMES:
+        name = _name_of(tensor)
+        for _ in range(MOST_NAMES):  # logits, for `flat = logits.reshape(-1, n)`
+            values = reaching_values(name, frame) if name is not None and name.id not in frame.arguments else []
+            if not values or values[0].node is None:
                 break
-        passed = next((name.id for name in names if name.id in frame.arguments), None)
-        if passed is None:
+            name = _name_of(values[0].node)
+        if name is None or name.id not in frame.arguments:
             break
-        call, tensor, frame = frame.call, frame.arguments[passed], frame.caller
+        call, tensor, frame = frame.call, frame.arguments[name.id], frame.caller
     return call, tensor
+
+
+def _name_of(tensor: ast.expr) -> ast.Name | None:
+    """Return the name of the tensor: ``logits``, of ``logits.view(-1, n)[0]`` or ``torch.flatten(logits)``."""
+    while not isinstance(tensor, ast.Name):
+        if isinstance(tensor, ast.Call):
+            is_of_torch = isinstance(tensor.func, ast.Attribute) and ast.unparse(tensor.func.value) in ("torch", "F")
+            if is_of_torch and tensor.args:
+                tensor = tensor.args[0]
+            elif isinstance(tensor.func, ast.Attribute) and not is_of_torch:
+                tensor = tensor.func.value
+            else:
+                return None
+        elif isinstance(tensor, ast.Attribute | ast.Subscript):
+            tensor = tensor.value
+        else:
+            return None
+    return tensor
 
 
 def _scores(call: ast.Call, context: EventContext) -> list[ast.expr]:
