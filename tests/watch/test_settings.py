@@ -175,6 +175,20 @@ FAULTS = {
         train(model, SGD(model.parameters(), lr=0.1))
         print(ema.shadow)
     """,
+    "an average without the statistics of batch norm": """
+        @torch.no_grad()
+        def update_ema(ema, model):
+            for average, weight in zip(ema.parameters(), model.parameters()):  # expect: AMP653
+                average.lerp_(weight, 0.1)
+
+        model = mlp(nn.BatchNorm1d(16))
+        ema = copy.deepcopy(model).eval()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(40):
+            train(model, optimizer, steps=1)
+            update_ema(ema, model)
+        ema(x)
+    """,
     "an average that nothing uses": """
         @torch.no_grad()
         def update_ema(ema, model):
@@ -229,7 +243,26 @@ FINE = {
 
         main()
     """,
+    "an average whose buffers are copied, too": """
+        @torch.no_grad()
+        def update_ema(ema, model):
+            for average, weight in zip(ema.parameters(), model.parameters()):
+                average.lerp_(weight, 0.1)
+
+        model = mlp(nn.BatchNorm1d(16))
+        ema = copy.deepcopy(model).eval()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(40):
+            train(model, optimizer, steps=1)
+            update_ema(ema, model)
+            for average, value in zip(ema.buffers(), model.buffers()):
+                average.copy_(value)
+        ema(x)
+    """,
     "copies of other kinds, and an average of each epoch": """
+        def evaluate_ema(model):
+            model(x)
+
         def main():
             model = Net()
             start = copy.deepcopy(model)
@@ -238,6 +271,11 @@ FINE = {
                 ema = copy.deepcopy(model)
                 train(model, optimizer)
                 ema(x), start(x)
+            averaged = copy.deepcopy(model)
+            averaged.load_state_dict(model.state_dict())
+            for average, weight in zip(averaged.parameters(), model.parameters()):
+                average.data.lerp_(weight, 0.1)
+            evaluate_ema(averaged)
 
         main()
     """,

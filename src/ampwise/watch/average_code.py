@@ -15,7 +15,7 @@ __all__ = ["average_made_at", "dropped_updates", "is_only_updated", "made_by_cla
 AVERAGE = re.compile(
     r"(?:^|_)(?:ema|swa|avg|averaged?|polyak|shadow)(?:_|\d|$)|EMA|Ema(?![a-z])|Average|Averaging|Polyak|SWA"
 )
-UPDATES = re.compile(r"update|average|accumulate|ema|^step$|^__call__$")
+UPDATES = re.compile(r"(?:^|_)(?:update|accumulate|step)(?:_|$)|^__call__$")  # functions that update, and nothing else
 MODES = ("eval", "train", "to", "cuda", "cpu", "requires_grad_")
 NEW = ("mul", "lerp", "clone")  # methods that make a new tensor, and are in the update of an average
 IN_PLACE = ("mul_", "add_", "lerp_", "copy_", "sub_", "addcmul_")
@@ -220,9 +220,7 @@ def _updating(part: ast.AST, name: str) -> Iterator[ast.AST]:
     call = part.value if isinstance(part, ast.Expr) else None
     if isinstance(call, ast.Call):
         on_it = isinstance(call.func, ast.Attribute) and _last(call.func.value) == name
-        if (on_it and (call_name(call) in MODES or UPDATES.search(call_name(call)))) or (
-            not on_it and UPDATES.search(call_name(call)) and call_name(call) != "update"
-        ):
+        if UPDATES.search(call_name(call)) or (on_it and call_name(call) in MODES):
             yield from ast.walk(call)
     elif isinstance(part, ast.For) and not part.orelse:
         items = {each.id for each in ast.walk(part.target) if isinstance(each, ast.Name)}

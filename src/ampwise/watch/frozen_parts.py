@@ -27,6 +27,7 @@ from ampwise.watch.freezing_code import (
 )
 from ampwise.watch.learning import HeldFrozen, IdleFreeze, Learning, OptimizerUse
 from ampwise.watch.learning_watch import SampledValues, is_plain
+from ampwise.watch.stale_buffers import StaleBuffers
 
 __all__ = ["FrozenParts"]
 
@@ -66,6 +67,7 @@ class FrozenParts:
         self._loops: dict[tuple[CodeType, int], _Loop] = {}
         self._set: list[tuple[weakref.ref[nn.Module], CallSite, str]] = []  # modules, and what is to freeze them
         self._made: list[tuple[weakref.ref[Tensor], CallSite]] = []  # embeddings that are frozen by default
+        self._buffers = StaleBuffers(facts)
         self._moved: dict[int, _Moved] = {}  # frozen parameters that have a gradient
 
     # What the script does
@@ -92,7 +94,7 @@ class FrozenParts:
             for idle in idle_freezes(frame.f_code.co_filename, frame.f_lineno):
                 for name in idle.settings:
                     known.settings[name] = frame.f_locals.get(name, frame.f_globals.get(name))
-        if len(known.modules) < MOST_MODULES:
+        if len(known.modules) < MOST_MODULES and all(each() is not module for each in known.modules):
             known.modules.append(weakref.ref(module))
             known.is_new = True
 
@@ -128,6 +130,9 @@ class FrozenParts:
                 self._judge_loop(loop, named, parameters)
         if use.followed == FIRST_LOOK:
             self._judge_misspelled(parameters, models, named)
+        for loop in self._loops.values():
+            if len(loop.modules) > 1:
+                self._buffers.look(loop.site, [each() for each in loop.modules], set(named), use.followed)
         for refer, site in self._made:
             if (parameter := refer()) is not None and id(parameter) in named:
                 self._note_held(use, site, parameter, named[id(parameter)], "`from_pretrained` freezes it by default")

@@ -269,6 +269,7 @@ class Learning:
     held_frozen: dict[tuple[CallSite, str], HeldFrozen] = field(default_factory=dict)  # by line and name
     idle_averages: dict[CallSite, IdleAverage] = field(default_factory=dict)
     stale_casts: dict[CallSite, CountedCalls] = field(default_factory=dict)  # steps in a region that goes on
+    stale_buffers: dict[CallSite, CountedCalls] = field(default_factory=dict)  # averages of parameters only
     leaf_losses: dict[CallSite, CountedCalls] = field(default_factory=dict)  # backward passes of losses without a graph
     idle_clips: dict[CallSite, CountedCalls] = field(default_factory=dict)  # clips of nothing
     useful_clips: Counter[CallSite] = field(default_factory=Counter)
