@@ -1,10 +1,16 @@
 """emulate:nvfp4, the published recipe: its parts against loops over values in float64, and their laws."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -318,3 +324,27 @@ def test_each_of_several_models_has_its_own_kept_layers():
         with context, torch.no_grad():
             found.append(models[0](x))
     assert torch.equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # as a linear layer does
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_weights_are_recognised_in_wrapped_models(tmp_path, wrapper):
+    x, recipe = torch.randn(20, 32), parse_recipe("nvfp4,nearest")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        alone = Model(6)
+        model = copy.deepcopy(alone)
+        if wrapper == "fsdp2":
+            for block in model.blocks:
+                fully_shard(block)
+        wrapped = fully_shard(model) if wrapper == "fsdp2" else DistributedDataParallel(model)
+        found = []
+        for each in (alone, wrapped):
+            with make_emulation(Policy(), recipe, [each]).on():
+                each(x).square().sum().backward()
+            gradients = [parameter.grad for parameter in each.parameters()]
+            found.append([each.full_tensor() if isinstance(each, DTensor) else each for each in gradients])
+        torch.testing.assert_close(*found)
+    finally:
+        dist.destroy_process_group()

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampwise.errors import BadInput
 from ampwise.train.float8 import fp8_linear as product
-from ampwise.train.float8.fp8_cast import E4M3, E5M2, LIMITS, TOPS, scales_of
+from ampwise.train.float8.fp8_cast import E4M3, E5M2, LIMITS, TOPS, cast_to_fp8, scales_of
 from ampwise.train.float8.fp8_linear import fp8_linear
 
 from ...for_each import for_each
@@ -72,6 +72,20 @@ def test_each_matmul_is_in_fp8_or_in_16_bits_by_itself(narrow, dtype):
         torch.testing.assert_close(ours, by_fp8 if is_narrow else plain)
         assert not torch.allclose(by_fp8, plain, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(found[3], wide[3], rtol=1e-2, atol=1e-2)
+
+
+@for_each("e5m2", [True, False])
+@for_each("dtype", [torch.bfloat16, torch.float32])
+def test_the_product_is_that_of_torch_where_it_has_one_for_cpus(e5m2, dtype):
+    a, b = operands((48, IN), bias=False)[:2]
+    a8 = cast_to_fp8(a.detach(), None, e5m2=e5m2, rows=True, columns=False)
+    b8 = cast_to_fp8(b.detach(), None, e5m2=False, rows=True, columns=False)
+    try:
+        expected = torch._scaled_mm(a8.rows, b8.rows.t(), a8.inverse, b8.inverse, out_dtype=dtype)
+    except (NotImplementedError, RuntimeError) as error:
+        pytest.skip(f"torch {torch.__version__}: {error}".partition("\n")[0])
+    found = product.scaled_matmul(a8.rows, b8.rows, a8.inverse, b8.inverse, dtype)
+    torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
 def test_a_frozen_weight_or_input_takes_no_matmul_and_saves_nothing():

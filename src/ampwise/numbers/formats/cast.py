@@ -153,9 +153,11 @@ def _cast_scalar(
     wide: Tensor, fmt: Format, rounding: Rounding, saturate: bool, generator: torch.Generator | None
 ) -> Tensor:
     layout = _LAYOUTS[wide.dtype]
-    # Compiled code may fuse a preceding product with this sum, and round only once.
-    if rounding == "nearest" and can_round_by_adding(fmt, wide.dtype) and not torch.compiler.is_compiling():
-        return _nearest(wide, layout, fmt, saturate)
+    # Compiled code may fuse a preceding product with these sums, and round only once.
+    if can_round_by_adding(fmt, wide.dtype) and not torch.compiler.is_compiling():
+        if rounding == "nearest":
+            return _nearest(wide, layout, fmt, saturate)
+        return _by_chance(wide, layout, fmt, saturate, generator)
     bits = wide.view(layout.integer)
     magnitude_bits = bits & layout.magnitude_mask
     finite = torch.isfinite(wide)
@@ -192,6 +194,23 @@ def _nearest(wide: Tensor, layout: _Layout, fmt: Format, saturate: bool) -> Tens
     exponent.clamp_min_((fmt.lowest_exponent + layout.bias) << layout.mantissa_bits)
     adder = exponent.add_((layout.mantissa_bits - fmt.mantissa_bits) << layout.mantissa_bits).view(wide.dtype)
     rounded = magnitude.add_(adder).sub_(adder)
+    limit = overflow_value(fmt, saturate)
+    rounded = rounded.clamp_max_(limit) if limit == fmt.max else rounded.masked_fill_(rounded > fmt.max, limit)
+    signed = rounded.copysign_(wide)
+    return signed.add_(0.0) if fmt.nan_at_negative_zero else signed  # -0.0 + 0.0 is +0.0
+
+
+def _by_chance(wide: Tensor, layout: _Layout, fmt: Format, saturate: bool, generator: torch.Generator | None) -> Tensor:
+    """Round up with a probability of the distance to the value below, relative to the spacing there."""
+    magnitude = wide.abs().clamp_max_(2 * fmt.max)  # clamp_ has no batching rule for vmap
+    exponent = magnitude.view(layout.integer) & (layout.magnitude_mask ^ (layout.implicit_bit - 1))
+    exponent.clamp_min_((fmt.lowest_exponent + layout.bias) << layout.mantissa_bits)
+    spacing = exponent.sub_(fmt.mantissa_bits << layout.mantissa_bits).view(wide.dtype)
+    steps = magnitude.div_(spacing)  # exact: a power of two
+    below = steps.floor()
+    # FP64, as FP32's random numbers are multiples of 2**-24: a share of 2**-40 would occur 2**16 times too often.
+    random = torch.rand(wide.shape, dtype=torch.float64, device=wide.device, generator=generator)
+    rounded = below.add_(random < steps.sub_(below)).mul_(spacing)
     limit = overflow_value(fmt, saturate)
     rounded = rounded.clamp_max_(limit) if limit == fmt.max else rounded.masked_fill_(rounded > fmt.max, limit)
     signed = rounded.copysign_(wide)
