@@ -46,14 +46,10 @@ LIMITS_NORM = LazyPattern(r"norm[^<>]*[<>]|[<>][^<>]*norm", re.IGNORECASE)
 def check_source(code: SourceFile) -> Findings:
     for region in code.visible_regions:
         asked: dict[BranchGuard, SourceEvent] = {}  # checks of gradients or the loss that an update is under
-        updates = region.events_of("update")
-        sides = {(guard.text, guard.holds) for update in updates for guard in region.own_guards(update)}
-        for update in updates:
+        for update in region.events_of("update"):
             for guard in region.own_guards(update):
-                if (guard.text, not guard.holds) in sides:  # both sides have an update, of chosen optimizers, say
-                    continue
                 checks = ASKS_FOR_NAN.search(guard_meaning(guard)) or LIMITS_NORM.search(guard_source(guard))
-                if guard.boundary is None and checks:
+                if guard.boundary is None and checks and not _updates_otherwise(guard, region):
                     asked.setdefault(guard, update)
         for guard, update in asked.items():
             for backward, moments in region.visits("scaled backward"):
@@ -66,6 +62,12 @@ def check_source(code: SourceFile) -> Findings:
                 if harm is not None and guard.test is not None:
                     yield RULE.at(update.frame.outline.script.place(guard.test), harm)
                     break
+
+
+def _updates_otherwise(guard: BranchGuard, region: Region) -> bool:
+    """Whether the other side of a check updates, too: for each optimizer, say, that is to be stepped."""
+    others = [other for update in region.events_of("update") for other in update.context.guards]
+    return any(other.text == guard.text and other.holds is not guard.holds for other in others)
 
 
 def _is_result(guard: BranchGuard, backward: SourceEvent) -> bool:
