@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.accelerators import ITS_SCALER
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
-from ampwise.check.source.names import dotted_text, method_called
+from ampwise.check.source.names import dotted_text, last_name, method_called
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.statement_order import (
     is_certainly_grad_scaler,
@@ -16,6 +16,8 @@ from ampwise.check.source.statement_order import (
     statement_range,
 )
 from ampwise.check.source.steps import STEPS, surely_scaled
+from ampwise.check.source.torch_names import CLIPS
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Edit, Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -43,12 +45,13 @@ RULE = Rule(
     ),
     fixable="sometimes",
 )
-NEEDS = (("caler", "Accelerator("), (".backward(",), ("clip", "clamp_", "_foreach_", "norm"))
+NEEDS = (("caler", "Accelerator(", "scale_loss("), (".backward(",), ("clip", "clamp_", "_foreach_", "norm"))
 
 UNSCALES_MANUALLY = LazyPattern(r"get_scale\(|\._scale\b|inv_scale")
 
 
 def check_source(code: SourceFile) -> Findings:
+    yield from _clips_in_apex_block(code)
     for region in code.regions:
         first: dict[SourceEvent, SourceEvent] = {}  # the first clip of each step: one `unscale_` serves them all
         for clip, moments in region.visits("clip"):
@@ -96,6 +99,27 @@ def check_source(code: SourceFile) -> Findings:
                 edits=edits,
                 safe=doubt is None,
             )
+
+
+def _clips_in_apex_block(code: SourceFile) -> Findings:
+    """Yield the clips in ``with amp.scale_loss(loss, optimizer) as scaled:``, which unscales when it is left."""
+    for block in code.nodes(ast.With) if "scale_loss(" in code.script.text else ():
+        frame = code.frame(code.function_at(block))
+        calls = [item.context_expr for item in block.items if isinstance(item.context_expr, ast.Call)]
+        if not any(frame.qualified(call.func) == "apex.amp.scale_loss" for call in calls):
+            continue
+        backward = None
+        for statement in block.body:
+            for part in walk(statement):
+                if method_called(part) == "backward":
+                    backward = part
+                elif backward is not None and isinstance(part, ast.Call) and last_name(part.func) in CLIPS:
+                    yield RULE.at(
+                        code.script.place(part),
+                        f"these gradients are still multiplied by the loss scale from line {backward.lineno}",
+                        fix="Clip after the `with` block, which unscales when it is left: "
+                        "`clip_grad_norm_(amp.master_params(optimizer), max_norm)`.",
+                    )
 
 
 def _unscale_first(

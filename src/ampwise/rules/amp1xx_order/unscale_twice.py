@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import ast
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.accumulation import names_one_optimizer
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import SourceFile
+    from ampwise.check.source.types import Moment, SourceEvent, SourceFile
     from ampwise.watch.run_events import Unscale
 
 RULE = Rule(
@@ -43,6 +44,27 @@ def check_source(code: SourceFile) -> Findings:
             if again and len(earlier) == len(moments) and all(map(names_one_optimizer, earlier)):
                 line = again[0].spot(event)
                 yield RULE.at(event.place, f"this optimizer's gradients were already unscaled in {line}")
+            elif known and (step := _step_of_another(event, moments)) is not None:
+                yield RULE.at(
+                    event.place,
+                    f"another scaler scaled these gradients, and its `step` in {step.spot(event)} unscales them again",
+                    fix="Unscale with the scaler that scaled the loss and takes the step.",
+                )
+
+
+def _step_of_another(unscale: SourceEvent, moments: list[Moment]) -> SourceEvent | None:
+    """Return the step of the scaler that scaled the gradients, if another scaler unscales them on every path."""
+    found = None
+    for moment in moments:
+        after = moment.later("scaler step", "update", "scaled backward", "opaque")
+        found = next((event for event in after if event.key != unscale.key), None)
+        if moment.opaque or unscale.key in moment.scaled or found is None or found.kind != "scaler step":
+            return None
+        if found.other != unscale.other or found.key not in moment.scaled:
+            return None
+    made = [{id(value) for value, _ in event.frame.values(event.receiver)} for event in (unscale, found) if event]
+    is_made = all(isinstance(value, ast.Call) for value, _ in unscale.frame.values(unscale.receiver))
+    return found if len(made) == 2 and is_made and made[0].isdisjoint(made[1]) else None
 
 
 def check_event(unscale: Unscale) -> Findings:
