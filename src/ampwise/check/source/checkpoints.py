@@ -50,6 +50,7 @@ RUNS_LATER = frozenset(("partial", "submit", "apply_async", "run_in_executor", "
 SCALER_CLASS = LazyPattern(r"(Grad|Native|Loss|Amp|AMP)\w*Scaler\w*$")
 HANDS_OVER = RUNS_LATER | {"add_event_handler"}
 STEPS_OPTIMIZER = frozenset(("optimizer step", "scaler step", "unscale", "zero grad"))
+METHODS_OF_THE_STEP = frozenset(("scale", "unscale_", "step", "update", "get_scale", "is_enabled"))
 USES_SCALER = frozenset(("scaled backward", "scaler step", "unscale"))
 
 
@@ -103,7 +104,7 @@ def _lacking_in(code: SourceFile) -> list[SavedCheckpoint]:
         is_complete = each.display is not None and not (
             isinstance(each.display, ast.Dict) and len(each.display.keys) == 1
         )
-        is_judged = has_optimizer and whole and (is_complete or not may_be_saved)
+        is_judged = has_optimizer and (whole or _keeps_scalers(code)) and (is_complete or not may_be_saved)
         if is_judged and not has_scaler and each.frame.function not in beside and _is_in_reach(each, users, code):
             found.append(each)
     return found
@@ -248,6 +249,38 @@ def _handed_to_a_handler(call: ast.Call, frame: Frame) -> list[ast.expr]:
 
 def _owner(function: FunctionOutline) -> ClassOutline | None:
     return next((scope.owner for scope in function.scopes if scope.owner is not None), None)
+
+
+@functools.lru_cache(maxsize=4)
+def _keeps_scalers(code: SourceFile) -> bool:
+    """Whether no scaler of a file gets anywhere but into its training step: no dictionary can have it then.
+
+    Each is made and used under a plain name, and only its methods for the step are called.
+    """
+    made = {call for call in code.nodes(ast.Call) if SCALER_CLASS.search(name_of(call.func))}
+    names: set[str] = set()
+    for target, value in code.assignments if made else ():
+        if value is not None and not made.isdisjoint(walk(value)):
+            if not isinstance(target, ast.Name):
+                return False
+            names.add(target.id)
+    parents = code.script.parents
+    for node in code.nodes(ast.Name) if names else ():
+        if node.id not in names or isinstance(node.ctx, ast.Store):
+            continue
+        above = parents[node]
+        is_method = isinstance(above, ast.Attribute) and above.attr in METHODS_OF_THE_STEP
+        if not (is_method or isinstance(above, ast.Compare | ast.If | ast.BoolOp) or _is_passed_on(node, code)):
+            return False
+    return bool(names)
+
+
+def _is_passed_on(node: ast.Name, code: SourceFile) -> bool:
+    """Whether a name is an argument of a function of the same file, which calls it the same."""
+    call = code.script.parents[node]
+    call = code.script.parents[call] if isinstance(call, ast.keyword) else call
+    callee = code.frame(code.function_at(node)).callee(call) if isinstance(call, ast.Call) else None
+    return callee is not None and callee[0].outline is code.outline and node.id in callee[0].params
 
 
 @functools.lru_cache(maxsize=2)

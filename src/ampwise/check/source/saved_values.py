@@ -56,6 +56,7 @@ GETS_STATE = LazyPattern(r"state|optim|cpu|save", re.IGNORECASE)
 WRITES = LazyPattern(r"^_?(save|write|store|dump)(_|$)", re.IGNORECASE)
 MAKES = LazyPattern(r"^_*[A-Z]|^(build|make|create|get|init|setup|prepare|wrap)")  # an object, not a loss or a count
 ITERATES = frozenset(("enumerate", "zip", "reversed", "list", "tuple", "sorted", "chain"))
+OF_A_MODULE = ("children", "named_children", "modules", "named_modules", "parameters", "named_parameters", "buffers")
 COPIES = frozenset(("copy", "items", "values", "to_dict", "_asdict", "dict", "asdict", "get"))
 DICTIONARIES = frozenset(("dict", "OrderedDict", "defaultdict", "EasyDict", "AttrDict", "Namespace", "SimpleNamespace"))
 DEEPEST = 12  # names, nested dictionaries and calls that return what is saved
@@ -245,7 +246,7 @@ class SavedValueReader:
                 return self._elements(func.value, frame, line)
             if name_of(func) in ITERATES:
                 return together([self._elements(part, frame, line) for part in iterated.args])
-            return NOTHING if name_of(func) in ("range", "keys", "len") else UNKNOWN
+            return NOTHING if name_of(func) in ("range", "keys", "len", *OF_A_MODULE) else UNKNOWN
         return self._merged(iterated, frame, line)
 
     def _merged(self, node: ast.expr, frame: Frame, line: int) -> Contents:
