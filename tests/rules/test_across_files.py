@@ -132,7 +132,73 @@ CLIPS_ITSELF = (
         super().clip()
 """
 )
+BUILDS = """
+import torch
+
+def build(model, mixed):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda") if mixed else None
+    return optimizer, scaler
+"""
+IN_A_BUILDERS_BF16 = """
+import torch
+from builder import build
+
+HAS_BF16 = torch.cuda.is_bf16_supported(including_emulation=False)
+
+def train(model, loader, name):
+    if name == "bf16":
+        dtype, mixed = torch.bfloat16, True
+    else:
+        dtype, mixed = torch.float32, False
+    optimizer, scaler = build(model, mixed)
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=dtype, enabled=mixed):
+            loss = model(x).sum()
+        if mixed:
+            scaler.scale(loss).backward()  # expect: AMP302
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+"""
+ONE_EPOCH = """
+import contextlib
+import torch
+
+def train_one_epoch(model, optimizer, loader, args):
+    for x in loader:
+        optimizer.zero_grad()
+        context = {
+            "bf16": torch.autocast("cuda", dtype=torch.bfloat16),  # expect: AMP303
+            "tf32": contextlib.nullcontext(),
+        }[args.precision]
+        with context:
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+"""
+BF16_BY_DEFAULT = """
+import argparse
+from engine import train_one_epoch
+
+def main(model, optimizer, loader):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--precision", choices=["bf16", "tf32"], default="bf16")
+    args = parser.parse_args()
+    for _ in range(3):
+        train_one_epoch(model, optimizer, loader, args)
+    optimizer.scaler = None
+"""
 CASES = {
+    "scaler of a builder in BF16": {"builder.py": BUILDS, "train.py": IN_A_BUILDERS_BF16},
+    "BF16 by the default of the importer": {"engine.py": ONE_EPOCH, "main.py": BF16_BY_DEFAULT},
+    "BF16 by no default": {
+        "engine.py": ONE_EPOCH.replace("  # expect: AMP303", ""),
+        "main.py": BF16_BY_DEFAULT.replace('default="bf16"', 'default="tf32"'),
+    },
     "clip in a helper": {
         "train.py": train("from ops import apply", step="apply(model, optimizer, scaler)"),
         "ops.py": CLIPS,

@@ -359,7 +359,8 @@ def _words(code: SourceFile) -> str:
         elif isinstance(node, ast.alias):
             found.add(node.name)
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module or "")
+            module = node.module or ""  # `peft_pretraining` is not peft
+            found.update([module] if module.partition(".")[0] == "peft" or KEEPS_MORE.search(module.lower()) else [])
         else:
             found.update(name for field in NAMED_BY if isinstance(name := getattr(node, field, None), str))
     return "\n".join(sorted(found)).lower()

@@ -137,10 +137,11 @@ def argument_of(call: ast.Call, name: str, position: int | None = None) -> ast.e
 
 
 def _held(node: ast.expr, frame: Frame) -> list[PossibleValue]:
-    """Return what a name may hold; if that is unpacked from a function's result, what the function returns."""
+    """Return what a name may hold; for a part of a function's result, or of a table, what is there."""
     found = frame.values(node)
-    if any(value.node is None for value in found):
+    if any(value.node is None or isinstance(value.node, ast.Subscript) for value in found):
         made = [case.value for case in cases_of(frame, node) if isinstance(case.value, Made)]
+        found = [value for value in found if not (made and isinstance(value.node, ast.Subscript))]
         found = [*found, *[PossibleValue(value.node, value.frame) for value in made]]
     return found
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.events import EventKind
 from ampwise.check.source.half_models import half_optimizers
 from ampwise.check.source.precision import argument_of, literal_number
 from ampwise.check.source.torch_names import FP16
@@ -39,7 +40,10 @@ def check_source(code: SourceFile) -> Findings:
     text = code.script.text
     if "optim" not in text or "backward(" not in text:
         return
+    scaled = [event for event in code.events if event.kind == EventKind.SCALER_STEP]
     for pair in half_optimizers(code, FP16):
+        if any(pair.is_applied_by(step) for step in scaled):
+            continue  # the scaler does not accept these parameters, which is AMP304's
         call, frame = pair.optimizer, pair.frame
         # A fused kernel adds eps in FP32; unpacked or further arguments may be anything.
         unknown = len(call.args) > 2 or any(word.arg is None or word.arg == "fused" for word in call.keywords)

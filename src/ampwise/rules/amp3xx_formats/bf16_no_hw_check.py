@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.cases import ALWAYS, FALSE, Limit, conditions_at, joined
-from ampwise.check.source.defaults import defaults_of, last_word
+from ampwise.check.source.defaults import defaults_of, last_word, option_defaults
 from ampwise.check.source.half_models import half_optimizers, sharded_in
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.modes import Autocast, entered_by, is_off_gpu
@@ -44,7 +44,7 @@ RULE = Rule(
 NEEDS = (
     ("bfloat16", "bf16"),
     ("autocast", "capability", "get_device_properties", "cuda"),
-    (".backward(", "capability", "get_device_properties"),
+    (".backward(", "caler(", "capability", "get_device_properties"),
 )
 
 # Names of functions and attributes that ask the GPU.
@@ -73,7 +73,8 @@ def check_source(code: SourceFile) -> Findings:
     yield from _low_thresholds(code)
     if _asks_hardware(code):
         return
-    if not any(region.has("optimizer step", "scaler step", "opaque") for region in code.regions):
+    steps = any(region.has("optimizer step", "scaler step", "opaque") for region in code.regions)
+    if not steps and not any(event.kind == "opaque" and event.context.loops for event in code.events):
         return  # inference and tests may be written for a known GPU
     for pair in half_optimizers(code, BF16) if "cuda" in code.script.text else ():
         model = pair.model
@@ -191,13 +192,21 @@ def _is_likely(option: str, limit: Limit, code: SourceFile) -> bool:
     if among and among <= set(NOT_CUDA):
         return False
     name = last_word(option)
-    defaults = defaults_of(code).get(name, set())
+    defaults = defaults_of(code).get(name) or _defaults_of_importers(name, code)
     named = [value.lower() for value in among | limit.without if isinstance(value, str)]
     if not any(value in SPELLINGS or ABOUT_BF16.search(value) for value in named):
         # A flag, a phase, a device; one called `use_bf16` is the user's choice, if the script does not set it.
         is_asked = ABOUT_BF16.search(name) and not CALLED.search(option)
         return not is_asked or True in defaults or bool(among & FALSE)
     return any(value not in limit.without and (not among or value in among) for value in defaults)
+
+
+def _defaults_of_importers(name: str, code: SourceFile) -> set[str | bool]:
+    """Return what an option is by default in the scripts that import a file, unless they ask the hardware."""
+    importers = [code.project.code(path) for path in sorted(code.project.importers(code.path))]
+    if any(_asks_hardware(importer) for importer in importers):
+        return set()
+    return set().union(*[option_defaults(importer).get(name, set()) for importer in importers])
 
 
 def _low_thresholds(code: SourceFile) -> Findings:

@@ -46,6 +46,7 @@ UNTOUCHED = frozenset(
     )
 )
 OF_THE_STEP = frozenset(("backward", "step", "update", "unscale_", "zero_grad", "to", "cuda", "register_hook"))
+AROUND_A_HOOK = frozenset(("register_hook",))  # harmless beside another autocast
 # Losses by name; one with a network of its own has something to cast, and is left alone.
 LOSS = LazyPattern(
     r"loss|crit(?!ic)|cross_ent|objective|(^|_)(bce|ce|l1|l2|mse|mae|nll|ctc|dice|focal|kl\w*)(_|$)", re.I
@@ -73,8 +74,10 @@ def check_source(code: SourceFile) -> Findings:
         call = statement.value
         if isinstance(call, ast.Call) and code.outline.imports.qualified(call.func) in AUTOCASTS:
             found.append((call, "this autocast is created but never entered: it needs a `with`"))
+    cast = [event.frame.function for event in code.events if event.kind == "forward" and event.context.in_autocast]
     for block in code.nodes(ast.With):
-        if len(block.items) == 1 and _nothing_to_cast(block.body):  # only backward, step and copies
+        names = _nothing_to_cast(block.body) if len(block.items) == 1 else set()
+        if names and not (names <= AROUND_A_HOOK and code.function_at(block) in cast):  # only backward, step and copies
             manager = block.items[0].context_expr
             autocast = autocast_of(manager, code.frame(code.function_at(block)))
             if autocast is not None and autocast.known and autocast.may_be_on:
@@ -88,8 +91,9 @@ def check_source(code: SourceFile) -> Findings:
             yield RULE.at(code.script.place(node), message)
 
 
-def _nothing_to_cast(body: list[ast.stmt]) -> bool:
-    names = set()
+def _nothing_to_cast(body: list[ast.stmt]) -> set[str]:
+    """Return what of the step a block calls, if it calls nothing that autocast may cast."""
+    names: set[str] = set()
     parts = [part for statement in body for part in walk(statement)]
     hooks = [part for part in parts if isinstance(part, ast.Call) and method_called(part) == "register_hook"]
     later = {part for hook in hooks for given in hook.args for part in walk(given)}  # run by the backward
@@ -97,19 +101,19 @@ def _nothing_to_cast(body: list[ast.stmt]) -> bool:
         if part in later:
             continue
         if isinstance(part, ast.stmt) and not isinstance(part, HARMLESS):
-            return False
+            return set()
         if isinstance(part, ast.ListComp | ast.GeneratorExp | ast.Await | ast.Lambda):
-            return False
+            return set()
         if isinstance(part, ast.BinOp) and not isinstance(part.op, SMALL):
-            return False
+            return set()
         if isinstance(part, ast.Call):
             name = method_called(part) or getattr(part.func, "id", "")
             closes = name == "step" and any(isinstance(arg, ast.Name) and "clos" in arg.id for arg in part.args)
             makes_a_graph = any(word.arg in ("create_graph", "closure") for word in part.keywords)
             if name not in UNTOUCHED or closes or makes_a_graph:
-                return False
+                return set()
             names.add(name)
-    return not names.isdisjoint(OF_THE_STEP)
+    return names & OF_THE_STEP
 
 
 def _never_used(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:

@@ -18,6 +18,7 @@ from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.cases import Conditions
+    from ampwise.check.source.modes import Scaler
     from ampwise.check.source.types import SourceFile
     from ampwise.watch.run_events import RunEvents
 
@@ -60,6 +61,8 @@ def check_source(code: SourceFile) -> Findings:
         frame = mode.backward.frame
         if made.state == ON and made.frame is not None and not any(map(_is_about_precision, apart)):
             node, frame = made.node, made.frame
+            if node is not None and frame.outline is not code.outline and not _is_judged_at_home(made, code):
+                node, frame = mode.backward.node, mode.backward.frame
         elif made.state == UNSEEN and not any(SCALER_NAME.search(name) for name in mode.given):
             dtypes = {other.autocast.dtype for other in scaled if other.backward is mode.backward}
             node = mode.backward.node if dtypes <= {BF16, NO_AUTOCAST} else None
@@ -71,6 +74,13 @@ def check_source(code: SourceFile) -> Findings:
     yield from _on_bf16_weights(code, reported)
     yield from _on_with_a_scaler(code, reported)
     yield from _steps_unseen(code, {mode.scaler.node for mode in modes_of(code)})
+
+
+def _is_judged_at_home(made: Scaler, code: SourceFile) -> bool:
+    """Whether the file that makes a scaler is checked by this rule, and sees the scaler used."""
+    home = code.project.code(made.frame.outline.path) if made.frame is not None else code
+    is_checked = any(word in home.script.text for word in NEEDS[1])
+    return is_checked and any(mode.scaler.node is made.node for mode in modes_of(home))
 
 
 def _on_bf16_weights(code: SourceFile, reported: set[ast.AST]) -> Findings:

@@ -4,7 +4,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from ampwise.check.source.half_models import half_models_held
+from ampwise.check.source.half_models import half_models_held, trained_half_models
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
 from ampwise.check.source.precision import dtypes_of
@@ -71,6 +71,7 @@ def check_source(code: SourceFile) -> Findings:
 
 def _copies_of_half_models(code: SourceFile) -> Findings:
     """Yield averages that begin as copies of a half model: ``ema = copy.deepcopy(model)``, ``ema = EMA(model)``."""
+    trained = {pair.model.node for pair in trained_half_models(code)}
     for site in code.statements:
         node, frame = site.node, site.context.frame
         call = node.value if isinstance(node, ast.Assign) else None
@@ -83,6 +84,8 @@ def _copies_of_half_models(code: SourceFile) -> Findings:
         if not EMA.search(target) or not (made_by == "deepcopy" or "EMA" in made_by or "Ema" in made_by):
             continue
         for model in half_models_held(call.args[0], frame, code):
+            if model.given and model.node not in trained:
+                continue  # half only in modes in which it is not trained
             later = model.context.frame.function is frame.function and model.node.lineno > call.lineno
             if not model.part and not later:
                 since = model.spot(code.script.place(call))
