@@ -332,7 +332,12 @@ def test_a_file_given_by_name_is_read_with_what_it_imports(tmp_path, monkeypatch
     assert [finding.rule.code for finding in run(given).findings] == ["AMP103"]
     assert run(given).files_checked == 1
     Path(helper).write_text(STEPS.format(unscale=""))  # clips too early
-    assert run(given).findings == []  # the mistake is in the helper, which was not given
+    (finding,) = run(given).findings  # shown where it is called
+    line = Path(path).read_text().split("\n").index("        clip(model, scaler, optimizer)") + 1
+    where = tmp_path / helper if absolute else helper
+    assert (finding.rule.code, finding.place.file, finding.place.line) == ("AMP101", given, line)
+    assert finding.message.endswith(f"from line {line - 1} (in {where}:5:5)")
+    assert finding.edits == ()
     assert told(run(path, helper)) == [f"{helper}:5:5: AMP101"]
 
 

@@ -12,7 +12,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,7 +25,7 @@ from ampwise.finding import Finding, registry
 
 if TYPE_CHECKING:
     from ampwise.check.noqa import Suppressions
-    from ampwise.check.source.project import Project
+    from ampwise.check.source.project import Project, SourceFile
 
 Read = TypeVar("Read")
 
@@ -258,12 +258,28 @@ def _check_file(project: Project, path: str, modules: Iterable[ModuleType], repo
             skipped.setdefault(f"{path}: nested too deeply", []).append(module.RULE.code)
         except Exception as error:
             failed.setdefault(_one_line(error), []).append(module.RULE.code)
+    if project.imported:
+        report.findings = [
+            shown for finding in report.findings if (shown := _in_checked_file(finding, code)) is not None
+        ]
     limits = code.limits_met
     if failed or skipped or limits:
         report.partly.append(path)
         report.notes += [f"{path}: {_internal(', '.join(codes), what)}" for what, codes in failed.items()]
         report.notes += [f"{limit}; rules not checked here: {', '.join(codes)}" for limit, codes in skipped.items()]
         report.limits += limits
+
+
+def _in_checked_file(finding: Finding, code: SourceFile) -> Finding | None:
+    """Return a finding in a file that is read, but not checked, at the call that leads there, without its fix."""
+    place = finding.place
+    if place.file not in code.project.imported:
+        return finding
+    call = code.call_leading_to(place)
+    if call is None:
+        return None
+    message = finding.message.replace(f" of {code.path}", "") + f" (in {place})"
+    return replace(finding, place=code.script.place(call), message=message, edits=(), safe=False)
 
 
 def _try_to_read(read: Callable[[str], Read], path: str, report: CheckReport) -> Read | None:

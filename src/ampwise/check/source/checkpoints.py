@@ -6,7 +6,7 @@ import ast
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ampwise.check.source.accelerators import ITS_SCALER
 from ampwise.check.source.call_events import ANYTHING, manages_scaling
@@ -74,16 +74,7 @@ def checkpoints_without_scaler(code: SourceFile) -> list[SavedCheckpoint]:
     found = list(_lacking_in(code))
     for path in {trace.frame.outline.path for trace in code.traces} - {code.path}:
         found += [each for each in _lacking_in(code.project.code(path)) if each.frame.outline is code.outline]
-    shown = [_in_checked_file(each, code) for each in found]
-    return list({each.where: each for each in shown}.values())
-
-
-def _in_checked_file(saved: SavedCheckpoint, code: SourceFile) -> SavedCheckpoint:
-    """Return a checkpoint of a file that is only read as it is imported at the call that leads there."""
-    where, frame = saved.where, saved.frame
-    while frame.outline.path in code.project.imported and frame.call is not None and frame.caller is not None:
-        where, frame = frame.call, frame.caller
-    return saved if frame is saved.frame else replace(saved, where=where, frame=frame)
+    return found
 
 
 @functools.lru_cache(maxsize=16)  # scripts that share files with functions

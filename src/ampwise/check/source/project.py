@@ -9,7 +9,7 @@ import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ampwise.check.source.accelerators import accelerates_in_fp16
 from ampwise.check.source.events import EventContext, SourceEvent
@@ -46,6 +46,9 @@ from ampwise.check.source.steps import MOST_ON_PATHS, Region, VisibleRegion, reg
 from ampwise.check.source.torch_names import FRAMEWORKS
 from ampwise.check.source.tree_walk import walk
 from ampwise.check.source.walk import FOLLOWED_PER_LINE, MOST_FOLLOWED, CodeSite, CodeTrace, WorkBudget, trace_function
+
+if TYPE_CHECKING:
+    from ampwise.finding import Place
 
 NodeType = TypeVar("NodeType", bound=ast.AST)
 
@@ -403,6 +406,18 @@ class SourceFile:
             if method.owner is not None and (computes or says(method, STEPS)):
                 found.add(method.owner.name)
         return found
+
+    def call_leading_to(self, place: Place) -> ast.Call | None:
+        """Return the call in this file by which a trace gets to a place in another file."""
+        for trace in self.traces:
+            for site in (*trace.calls, *trace.statements):
+                node, frame = site.node, site.context.frame
+                if frame.outline.path != place.file or not node.lineno <= (place.line or 0) <= node.end_lineno:  # type: ignore[attr-defined]
+                    continue
+                for inner in frame.callers():
+                    if inner.caller is not None and inner.caller.outline is self.outline:
+                        return inner.call
+        return None
 
     @functools.cached_property
     def regions(self) -> list[Region]:

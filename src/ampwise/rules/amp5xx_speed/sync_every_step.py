@@ -49,6 +49,7 @@ A_STEP = LazyPattern(r"step|iter|batch|optimi[sz]e|update|train")  # a function 
 # Guards that distinguish parameters rather than steps.
 ABOUT_PARAMETERS = LazyPattern(r"grad|\bp\b|param|dim\b|weight|bias")
 ASKS_FOR_NAN = LazyPattern(r"^[\w.]*is(nan|inf|finite)\([\w.]+\)$")  # almost every step has none
+LOOKS_CLOSER = LazyPattern(r"^[\w.]*(print|debug|detect|verbose|inspect)\w*$")  # an option, off in most runs
 # The same in every step: which process this is, whether there is a logger.
 FOR_THE_WHOLE_RUN = LazyPattern(r"\b(ddp|distributed|master|main_process|rank)\b|(run|logger|writer) is not None$")
 LOGS = LazyPattern(r"^(log|log_\w+|add_scalars?|print|info|debug|set_postfix|set_postfix_str|set_description|write)$")
@@ -103,7 +104,7 @@ def _for_each_parameter(
         source = guard_source(guard)
         is_healthy = ASKS_FOR_NAN.match(source) and guard.holds is ("isfinite" in source)
         either = is_healthy or ABOUT_PARAMETERS.search(source) or FOR_THE_WHOLE_RUN.search(source)
-        if guard.boundary is not None or not either or "%" in guard.text:
+        if guard.boundary is not None or not either or "%" in guard.text or LOOKS_CLOSER.search(source):
             return
     loops = site.context.loops
     further = loops[loops.index(region.loop) + 1 :] if region.loop in loops else loops
