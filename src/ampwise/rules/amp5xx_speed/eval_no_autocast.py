@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.call_events import ANYTHING, is_model
 from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
+from ampwise.check.source.names import arguments_given, code_of, dotted_text, last_name, method_called
+from ampwise.check.source.outline import ClassOutline
 from ampwise.check.source.precision import argument_of
+from ampwise.check.source.questions import guard_source
 from ampwise.check.source.tree_walk import walk
 from ampwise.check.source.walk import events_in
 from ampwise.finding import Findings, Rule, Severity
@@ -271,10 +273,24 @@ def _is_whole_validation(event: SourceEvent, loop: Loop) -> bool:
         return False
     if not any(word in ast.unparse(block.items[0]) for word in ("no_grad", "inference_mode")):
         return False
+    if _is_now_and_then_in_eval_mode(event, block):
+        return True
     if MEASURES.search(ast.unparse(block).lower()) is None:
         return False
     given = arguments_given(call)
     return any(VALIDATION_DATA.search(ast.unparse(one)) or _is_read_from_evaluation(one, event.frame) for one in given)
+
+
+def _is_now_and_then_in_eval_mode(event: SourceEvent, block: ast.With) -> bool:
+    """Whether ``model.eval()`` stands before a block, in one branch that is taken every so many iterations."""
+    script = event.frame.outline.script
+    if not any(guard.boundary is not None or "%" in guard_source(guard) for guard in event.context.guards):
+        return False
+    around = getattr(script.parents[block], "body", [])
+    calls = [one.value for one in around if isinstance(one, ast.Expr) and one.lineno < block.lineno]
+    switches = [call for call in calls if method_called(call) in ("eval", "train") and isinstance(call, ast.Call)]
+    own = [call for call in switches if event.frame.key(call.func.value) == event.key]  # type: ignore[attr-defined]
+    return bool(own) and method_called(own[-1]) == "eval"
 
 
 def _is_read_from_evaluation(node: ast.expr, frame: Frame) -> bool:
@@ -341,7 +357,7 @@ def _may_be_wrapped(event: SourceEvent, frame: Frame) -> bool:
             if isinstance(node, ast.With | ast.AsyncWith):
                 managers = [item.context_expr for item in node.items]
                 funcs = [manager.func if isinstance(manager, ast.Call) else manager for manager in managers]
-                names = [last_name(func) for func in funcs if not (home.qualified(func) or "").startswith("torch.")]
+                names = [last_name(func) for func in funcs if _may_autocast(func, home)]
                 if any(MAY_AUTOCAST.search(name) for name in names):
                     return True
             node = home.outline.script.parents.get(node)
@@ -349,6 +365,16 @@ def _may_be_wrapped(event: SourceEvent, frame: Frame) -> bool:
             break
         node = home.call
     return False
+
+
+def _may_autocast(manager: ast.expr, frame: Frame) -> bool:
+    """Whether a context manager is not torch's, and not a class or a function without autocast that is visible."""
+    if (frame.qualified(manager) or "").startswith("torch."):
+        return False
+    made = frame.definition(manager)
+    if isinstance(made, ClassOutline):
+        return any("autocast" in code_of(cls.node) for cls in frame.ancestry(made)) or bool(made.node.bases)
+    return made is None or "autocast" in made.text
 
 
 def _trains(frame: Frame) -> bool:
