@@ -383,3 +383,91 @@ def test_a_constant_is_not_taken_for_what_was_in_its_place(make):
         return (larger * scale * weight).sum()  # here: constant
 
     assert found(loss_fn, torch.ones(64)) == [("overflow", line_of("constant"))]
+
+
+class Undamped(torch.optim.Optimizer):
+    """Divides by the root of a mean of squared gradients, without an eps."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
+                mean.mul_(0.9).addcmul_(weight.grad, weight.grad, value=0.1)
+                weight.sub_(group["lr"] * weight.grad / mean.sqrt())  # fails for rows that were not looked up
+
+
+FAILING_LINE = next(
+    number
+    for number, line in enumerate(Path(__file__).read_text(encoding="utf-8").split("\n"), 1)
+    if line.endswith("# fails for rows that were not looked up")
+)
+
+
+def _embedding_and_optimizer():
+    torch.manual_seed(0)
+    model = torch.nn.Embedding(20, 4)
+    return model, Undamped(model.parameters())
+
+
+def test_an_update_that_spoils_the_weights_is_found_by_trace_at_its_line():
+    model, optimizer = _embedding_and_optimizer()
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    found = ampwise.trace(step, torch.arange(8))
+    assert [(each.rule.code, each.place.file, each.place.line) for each in found] == [
+        ("AMP907", __file__, FAILING_LINE)
+    ]
+    assert model.weight.isfinite().all()
+    assert not optimizer.state
+    assert ampwise.trace(step, torch.arange(20)) == []
+
+
+def test_an_update_that_has_spoiled_the_weights_is_found_by_an_engine_at_its_line():
+    model, optimizer = _embedding_and_optimizer()
+    engine = ampwise.Engine(model, optimizer, "fp32")
+    for _ in range(3):
+        engine.step(lambda x: model(x).square().mean(), torch.arange(8))
+    assert [each.rule.code for each in engine.findings] == []  # it never looks up the bad rows
+    before = model.weight.detach().clone()
+    engine.step(lambda x: model(x).square().mean(), torch.arange(20))
+    assert [(each.rule.code, each.place.file, each.place.line) for each in engine.findings] == [
+        ("AMP907", __file__, FAILING_LINE)
+    ]
+    assert torch.equal(model.weight.isnan(), before.isnan())
+
+
+class Codebook(nn.Module):
+    """Codes that are means of the inputs nearest to them, refreshed in each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.arange(6.0).reshape(6, 1) * 10)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        loss = ((x * self.scale - self.codes[torch.cdist(x, self.codes).argmin(1)]) ** 2).mean()
+        loss = loss + self.codes.square().mean()
+        with torch.no_grad():
+            nearest = nn.functional.one_hot(torch.cdist(x, self.codes).argmin(1), 6).float()
+            self.codes.copy_(nearest.T @ x / nearest.sum(0)[:, None])  # here: codes that are not used
+        return loss
+
+
+def test_a_buffer_is_explained_by_the_operation_that_makes_it_bad_again():
+    model, x = Codebook(), torch.rand(8, 1)
+    model(x)  # its loss is still finite
+    assert found(model, x) == [("division-by-zero", line_of("codes that are not used"))]
+    model.codes.fill_(torch.nan)
+    model.codes[0] = 1.0
+    kept = nn.Linear(1, 1)
+    assert found(lambda x: kept(x).mean() * model.codes.mean(), x)[0][0] != "division-by-zero"

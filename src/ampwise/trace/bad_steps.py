@@ -275,6 +275,7 @@ class BadStepExplainer(Callback):
     def _replayed(self, bad: BadStepRecord, together: RankGroup, losses_were_finite: bool) -> list[Finding] | None:
         """Replay the step, save it if that is wanted, and return the findings; None if only the loss scale failed."""
         from ampwise.trace.diagnosis import diagnose, findings_about
+        from ampwise.trace.update_probe import failing_update
 
         with ExitStack() as stack:
             alone = nullcontext() if together.several else collectives_refused()
@@ -286,6 +287,9 @@ class BadStepExplainer(Callback):
             failure = diagnose(subject, together)
             if failure is None:
                 return None
+            if failure.kind == "bad-weights" and not together.several:
+                updates = (failing_update(each, bad.number - 1) for each in self._optimizers)
+                failure = next(filter(None, updates), failure)
             if losses_were_finite and failure.kind not in LOWER_SCALES_MAY_HELP:
                 self._undo_backoff_of(bad)
             found = findings_about(failure)

@@ -35,6 +35,7 @@ __all__ = [
     "diagnose_recorded",
     "explain",
     "findings_about",
+    "spoiled_weights",
     "swallowed_in_backward",
     "swallowed_infinities",
 ]
@@ -91,6 +92,15 @@ def diagnose_recorded(replay: Replay, taped: RecordedReplay, together: RankGroup
     if together.in_step:
         return failure
     return failure.but(trials=try_other_kernels(replay, failure) or try_remedies(replay, failure))
+
+
+def spoiled_weights(replay: Replay, taped: RecordedReplay) -> Failure | None:
+    """Diagnose a run that has made weights bad, although its loss and gradients are finite; None if it has not."""
+    if not taped.spoiled:
+        return None
+    diagnosis = FailureDiagnosis(replay, taped._replace(results=taped.spoiled))
+    seen = inspect_ops(replay, diagnosis.wanted, backward=True)
+    return diagnosis.failure(seen).but(symptom="weights", loss=None)
 
 
 def _merge_ranks(failure: Failure | None, together: RankGroup) -> Failure:
@@ -304,7 +314,8 @@ class FailureDiagnosis:
                 op = first_bad_op(self._tape)
                 sources = [] if op is not None else sources
         if sources and (op is None or sources[0][0] is None or sources[0][0].index <= op.index):
-            return None, sources[0]
+            again = self._spoiled_again(sources[0][1])
+            return (None, sources[0]) if again is None else (again, None)
         if op is None:
             return next(iter(self._slice.from_infinities or self._slice.literal), None), None
         # If the loss contains a derivative, the forward operation may have been infinite already.
@@ -312,6 +323,18 @@ class FailureDiagnosis:
         if forward is not None and self._tape.made(forward) and not self._tape.was_given_bad(forward):
             return forward, None
         return op, None
+
+    def _spoiled_again(self, given: TensorRead) -> RecordedOp | None:
+        """Return the operation that makes a buffer bad once more, from finite inputs, in the step that reads it so."""
+        if self._owner(given)[0] != "buffer":
+            return None
+        for write in given.storage.writers[given.writers :]:
+            writer = self._tape.ops[write.op]
+            inputs = [each for each in writer.inputs if each.storage is not given.storage]
+            made = [each for each in slice_back(self._tape, inputs).computed if not self._is_mask(each)]
+            if made:
+                return made[0]
+        return None
 
     def _reaches_softmax(self) -> bool:
         """Return whether the first operation that made NaN of infinities is a softmax: they may be a mask."""

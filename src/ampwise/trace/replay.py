@@ -139,6 +139,7 @@ class RecordedReplay(NamedTuple):
     ended: ReplayResult
     results: list[TensorRead]  # the tensors that the function returned
     gradients: dict[str, TensorRead]
+    spoiled: list[TensorRead]  # weights that the run has made bad
 
 
 class Replay:
@@ -245,10 +246,12 @@ class Replay:
             if each.grad is not None and name not in gradients:
                 gradients[name] = recorder.given(each.grad)
         results = [recorder.given(tensor) for tensor in tensors_of(result)]
+        weights = [recorder.given(leaf) for leaf, _ in list(recorder.leaves.values()) if not leaf._is_view()]
         tape.ranges.settle()
+        spoiled = [given for given in weights if given.storage.writers and tape.ranges.bad(given.slot)]
         bad = tuple(name for name, given in gradients.items() if tape.ranges.bad(given.slot))
         loss = None if not results else tape.ranges[results[0].slot][0]
-        return RecordedReplay(tape, ReplayResult(loss, bad, len(gradients)), results, gradients)
+        return RecordedReplay(tape, ReplayResult(loss, bad, len(gradients)), results, gradients, spoiled)
 
     @contextmanager
     def _undone(self, mode: UndoMode) -> Iterator[None]:

@@ -12,7 +12,13 @@ from torch.nn import Module
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
 from ampwise.trace.call_arguments import named_tensors
-from ampwise.trace.diagnosis import compiler_failure, diagnose_recorded, findings_about, swallowed_infinities
+from ampwise.trace.diagnosis import (
+    compiler_failure,
+    diagnose_recorded,
+    findings_about,
+    spoiled_weights,
+    swallowed_infinities,
+)
 from ampwise.trace.module_paths import current_autocast
 from ampwise.trace.replay import Replay, ReplaySettings, ReplayStep, tensors_of
 
@@ -86,7 +92,7 @@ def trace(function: Callable[..., Any], /, *args: Any, swallowed: bool = False, 
     )
     with torch.enable_grad(), Replay(subject) as replay:
         taped = replay.taped(ReplaySettings(only_if_finite=True))
-        failure = diagnose_recorded(replay, taped)
+        failure = diagnose_recorded(replay, taped) or spoiled_weights(replay, taped)
         if failure is not None:
             return findings_about(failure)
         ops = taped.tape.ops
