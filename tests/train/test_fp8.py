@@ -491,6 +491,11 @@ def test_auto_resumes_with_its_choices_and_at_its_step(timed, decides_after_3_an
     put_back(resumed, states)
     assert narrow_matmuls(resumed) == narrow_matmuls(first)
     assert resumed.engine.fp8_choices().decided_after == 1
+    in_bf16, untouched = auto(fp8={"limit": 0.05}), copy.deepcopy(states[2])
+    untouched["fitting"]["auto"]["steps"] = 4
+    in_bf16.engine.load_state_dict(untouched)
+    assert fitted(in_bf16.model) == NAMES
+    assert not in_bf16.engine._plugin.bypass_graphs, "nothing is measured in the fifth step"
     assert len(timed) == 2
     assert train(resumed, 3) == train(first, 3)
     assert resumed.engine.fp8_choices().decided_after == 3

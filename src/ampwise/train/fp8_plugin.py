@@ -345,7 +345,7 @@ class Fp8Plugin(PrecisionPlugin):
                 self._decide(times)
         if self._is_auto and state.get("auto") and self._auto.load(state["auto"]):
             self._steps = state["auto"]["steps"]
-            if self._auto.probing:  # for a step of another state
+            if self._auto.probing or self._noting:  # for a step of another state
                 self._auto.probing = self.bypass_graphs = False
                 self._fit_layers()
             times = self._chosen(state["auto"]["decided_after"])

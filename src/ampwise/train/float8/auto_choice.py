@@ -18,7 +18,8 @@ __all__ = ["DECIDE_AFTER", "choose_matmuls", "has_errors"]
 # Steps. In the second, memory holds the optimizer's state, as later: if a step that measures does not fit, it shows at
 # once. Nothing is compiled before it.
 DECIDE_AFTER = (1, 2, 100, 1_000, 10_000)
-# Ways in which like blocks may differ. With few decisions, torch.compile stays below its limit of 8 for one function.
+# Ways in which like blocks may differ. Four decisions are followed by compiled steps: 8 variants at most, which is
+# torch.compile's limit for one function.
 MOST_VARIANTS = 2
 OPERANDS = {"forward": ("input", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient", "input")}
 MENTIONED = 0.01  # share of an operand's values that become zero
