@@ -189,6 +189,25 @@ def test_matmuls_of_activations_stay_in_bf16_in_both_passes():
         assert torch.equal(one, other)
 
 
+def test_a_weight_that_its_parent_uses_is_a_weight():
+    """As nn.MultiheadAttention uses that of its output layer."""
+
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.child = nn.Linear(32, 16, bias=False)
+
+        def forward(self, x):
+            return F.linear(x, self.child.weight)
+
+    model, x = Parent(), torch.randn(6, 32)
+    y, by_x, _ = run(model, x, parse_recipe("nvfp4,nearest"))
+    weight = by_loops(model.child.weight.detach(), SIDE)
+    torch.testing.assert_close(y.double(), by_loops(x, 1) @ weight.T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(by_x.double(), by_loops(2 * y, 1) @ weight, rtol=1e-5, atol=1e-4)
+
+
 def test_a_head_tied_to_the_embedding_stays_in_bf16_and_a_weight_that_is_computed_does_not():
     torch.manual_seed(0)
     recipe, tokens = parse_recipe("nvfp4"), torch.arange(12)

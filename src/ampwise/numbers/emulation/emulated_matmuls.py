@@ -136,9 +136,10 @@ class _Products(TorchDispatchMode):
         self._inside.pop()
 
     def notes_weights(self, module: Module, args: Any) -> None:
-        self._weights.add(module.parameters(recurse=False))
-        if isinstance(module, Embedding | EmbeddingBag):
-            self._embeddings.add(module.parameters(recurse=False))
+        for each in (module, *module.children()):  # whose weights it may use itself, as nn.MultiheadAttention does
+            self._weights.add(each.parameters(recurse=False))
+            if isinstance(each, Embedding | EmbeddingBag):
+                self._embeddings.add(each.parameters(recurse=False))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _must_decompose(func, args):
