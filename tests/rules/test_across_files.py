@@ -192,7 +192,28 @@ def main(model, optimizer, loader):
         train_one_epoch(model, optimizer, loader, args)
     optimizer.scaler = None
 """
+EVALUATES_ITSELF = """
+import torch
+
+@torch.no_grad()
+def evaluate(model, loader):
+    model.eval()
+    correct = 0
+    for x, y in loader:
+        correct += model(x).argmax(1).eq(y).sum()  # expect: AMP501
+    return correct
+"""
 CASES = {
+    "evaluated by a helper": {
+        "train.py": train("from val import evaluate", save="model.train(), evaluate(model, loader)"),
+        "val.py": EVALUATES_ITSELF,
+    },
+    "evaluated by a helper under autocast": {
+        "train.py": train(
+            "from val import evaluate", save='with torch.autocast("cuda"):\n            evaluate(model, loader)'
+        ),
+        "val.py": EVALUATES_ITSELF.replace("  # expect: AMP501", ""),
+    },
     "scaler of a builder in BF16": {"builder.py": BUILDS, "train.py": IN_A_BUILDERS_BF16},
     "BF16 by the default of the importer": {"engine.py": ONE_EPOCH, "main.py": BF16_BY_DEFAULT},
     "BF16 by no default": {

@@ -24,6 +24,7 @@ from ampwise.check.source.relevance import (
     IN_HALF,
     LOSSES,
     STEPS,
+    STEPS_OR_EVALUATES,
     STEPS_OR_SAVES,
     TAKES_PART,
     TRAINS,
@@ -398,9 +399,9 @@ class SourceFile:
 
     @property
     def _helpers(self) -> set[str]:
-        """Names of functions and classes that a training script may import to step or to compute its loss."""
+        """Names of functions and classes that a training script may import to step, for its loss, or to evaluate."""
         functions = self.outline.module.functions.values()
-        found = {function.name for function in functions if says(function, STEPS_OR_SAVES)}
+        found = {function.name for function in functions if says(function, STEPS_OR_EVALUATES)}
         for method in self.outline.functions:
             computes = method.name in ("forward", "__call__") and says(method, COMPUTES)
             if method.owner is not None and (computes or says(method, STEPS)):

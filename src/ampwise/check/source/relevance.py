@@ -27,6 +27,7 @@ STEPS: Words = (
     *("caler.scale(", "caler.update(", ".step(", ".zero_grad("),
 )
 STEPS_OR_SAVES: Words = (*STEPS, "torch.save(")
+STEPS_OR_EVALUATES: Words = (*STEPS_OR_SAVES, ".eval()")
 # Everything that belongs to training, stepping, saving, evaluating: worth following within the file.
 TAKES_PART: Words = (
     *STEPS,
@@ -51,8 +52,8 @@ LOSSES: Words = (
 )
 # What an imported file may have: a part of the step, a scheduler, a loss or a model of a training script, a save.
 WORTH_READING: Words = (
-    *(*STEPS_OR_SAVES, "def step(self", "Loss(", "_loss(", "loss_fn("),
-    *("nn.Module)", "(Module)", "cross_entropy(", ".eval()"),
+    *(*STEPS_OR_EVALUATES, "def step(self", "Loss(", "_loss(", "loss_fn("),
+    *("nn.Module)", "(Module)", "cross_entropy("),
 )
 IN_HALF: Words = ("autocast", "caler", "float16", ".half(")
 

@@ -43,7 +43,11 @@ RULE = Rule(
     good='with torch.no_grad(), torch.autocast("cuda"):\n    for x, y in val_loader:\n        predictions = model(x)',
     on_by_default=False,
 )
-NEEDS = (("autocast",), (".backward(", ".train()", "def train", "def _train", "def fit"))
+NEEDS = (
+    ("autocast",),
+    (".backward(", ".train()", "def train", "def _train", "def fit"),
+    ("no_grad", "inference_mode", "eval", "val", "test"),  # the first two may be in the script that imports this
+)
 
 SWITCHED_MANUALLY = "set_autocast_"  # torch.set_autocast_enabled(...): there is no `with` block to analyse
 # Generates samples, evaluates nothing.
