@@ -64,6 +64,8 @@ def check_source(code: SourceFile) -> Findings:
             statement, inner = code.script.statement(call), dotted_text(call.args[0])
             if inner is not None and isinstance(statement, ast.Assign) and dotted_text(statement.targets[0]) != inner:
                 renamed[function, inner] = statement
+    if DDP in wrappers and not OWN_AVERAGE.search(code.script.text):
+        yield from _passed_to_training(code, calls)
     for function, own in calls.items():
         frame = frames[function]
         for call in own:
@@ -89,6 +91,38 @@ def check_source(code: SourceFile) -> Findings:
                 if end and not own_average and not _runs_wrapper(name, call, end, own, code, frame):
                     what = f"calls the module inside `{name}`: past {kind}, gradients are not averaged over the ranks"
                     yield RULE.at(code.script.place(call), what)
+
+
+def _passed_to_training(code: SourceFile, calls: dict[FunctionOutline, list[ast.Call]]) -> Findings:
+    """Yield the calls that pass ``model.module`` to a function that runs it for a backward of its own."""
+    named: dict[str, list[FunctionOutline]] = {}
+    for function in code.outline.functions[1:]:
+        named.setdefault(function.name, []).append(function)
+    for function, own in calls.items():
+        for call in own:
+            targets = named.get(last_name(call.func), [])
+            inner = [part for part in call.args if isinstance(part, ast.Attribute) and part.attr in INNER]
+            if not inner or len(targets) != 1 or _is_under(call, code, code.frame(function), NO_GRAD):
+                continue
+            outer, target = dotted_text(inner[0].value), targets[0]
+            if outer is None or NOT_TRAINED.search(outer.rpartition(".")[2]):
+                continue
+            gets_wrapper = any(dotted_text(given) == outer for given in arguments_given(call))
+            position = call.args.index(inner[0]) + (target.self_name is not None)
+            if position < len(target.params) and not gets_wrapper:
+                runs = calls.get(target, ())
+                if any(_is_run_for_backward(run, target.params[position], target, code) for run in runs):
+                    what = f"trains the module inside `{outer}`: past {DDP}, gradients are not averaged over the ranks"
+                    yield RULE.at(code.script.place(call), what)
+
+
+def _is_run_for_backward(call: ast.Call, name: str, function: FunctionOutline, code: SourceFile) -> bool:
+    """Whether a call of a module, or of a method of its own, leads to a backward in the same function."""
+    func = call.func
+    if isinstance(func, ast.Attribute) and func.attr not in MODULE_METHODS and call.args:
+        func = func.value
+    is_run = isinstance(func, ast.Name) and func.id == name
+    return is_run and not _is_under(call, code, code.frame(function), NO_GRAD) and _follow(call, function, code)[0] > 0
 
 
 def _wrapper_of(node: ast.expr, frame: Frame) -> str:
