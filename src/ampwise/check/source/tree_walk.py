@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from typing import Any
 
 LEAVES = frozenset((ast.Constant, ast.Name, ast.Pass, ast.Break, ast.Continue, ast.alias, ast.Global, ast.Nonlocal))
 _MARKS = (ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
@@ -28,9 +29,9 @@ _FIELDS = {
 def children(node: ast.AST) -> list[ast.AST]:
     """Return the nodes directly below a node, in order of the source."""
     found: list[ast.AST] = []
-    held = node.__dict__
+    held: dict[str, Any] = node.__dict__
     for name in _FIELDS[node.__class__]:
-        child = held.get(name)
+        child: Any = held.get(name)
         kind = child.__class__
         if kind is list:
             if child:

@@ -108,10 +108,10 @@ def _clips_in_apex_block(code: SourceFile) -> Findings:
         calls = [item.context_expr for item in block.items if isinstance(item.context_expr, ast.Call)]
         if not any(frame.qualified(call.func) == "apex.amp.scale_loss" for call in calls):
             continue
-        backward = None
+        backward: ast.Call | None = None
         for statement in block.body:
             for part in walk(statement):
-                if method_called(part) == "backward":
+                if isinstance(part, ast.Call) and method_called(part) == "backward":
                     backward = part
                 elif backward is not None and isinstance(part, ast.Call) and last_name(part.func) in CLIPS:
                     yield RULE.at(

@@ -202,8 +202,10 @@ def _is_set_blindly(name: ast.Name, frame: Frame, step: EventContext) -> bool:
             if isinstance(goal, ast.Tuple) and isinstance(returned, ast.Tuple) and len(goal.elts) == len(returned.elts):
                 pairs = zip(goal.elts, returned.elts, strict=True)
                 returned = next((value for part, value in pairs if dotted_text(part) == name.id), None)
-            is_name = isinstance(returned, ast.Name)
-            values += [one.value for one in stepping.bindings.get(returned.id, ())] if is_name else [returned]
+            if isinstance(returned, ast.Name):
+                values += [one.value for one in stepping.bindings.get(returned.id, ())]
+            else:
+                values.append(returned)
     return bool(values) and all(isinstance(value, ast.Constant) and isinstance(value.value, bool) for value in values)
 
 

@@ -95,8 +95,8 @@ def _never_cleared(step: SourceEvent, cleared: list[SourceEvent]) -> str | None:
     covered: dict[str, ast.expr] = {}
     for event in cleared:
         is_optimizer = event.frame.role(event.receiver) == OPTIMIZER
-        modules = _modules_of(event.receiver, event.frame) if is_optimizer else {event.key: event.receiver}
-        if modules is None or None in modules:
+        modules = _modules_of(event.receiver, event.frame) if is_optimizer else {event.key or "": event.receiver}
+        if modules is None or "" in modules:
             return None
         covered |= modules
     for key, module in (applied or {}).items():
