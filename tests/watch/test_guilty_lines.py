@@ -457,6 +457,52 @@ def test_numpy_s_warning_is_followed_to_the_loss(tmp_path, monkeypatch, batches)
     assert [each.place.line for each in found] == guilty
 
 
+STANDARDISED = f"""{LOOP}
+from torch.utils.data import TensorDataset
+
+def standardise(table):
+    mean, spread = table.mean(0), table.std(0)
+    return (table - mean) / spread  # guilty
+
+def make():
+    data = torch.randn(24, 4)
+    data[COLUMN] = VALUE
+    return PREPARED
+
+for x in BATCHES:
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("batches", ["make().split(8)", "[x for (x,) in DataLoader(TensorDataset(make()), 8)]"])
+def test_a_division_by_the_spread_of_a_constant_column_is_named(tmp_path, monkeypatch, batches):
+    monkeypatch.setattr(
+        sys.modules["ampwise.watch.batch_draws"], "own_files", lambda: [str(tmp_path / "program.py")]
+    )  # no tests
+    program = STANDARDISED.replace("BATCHES", batches).replace("COLUMN", ":, 2").replace("VALUE", "5.0")
+    found, guilty = findings_of(tmp_path, monkeypatch, program.replace("PREPARED", "standardise(data)"))
+    assert [each.place.line for each in found] == guilty
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("column", "value", "prepared"),
+    [("3", "torch.nan", "data"), (":, 2", "torch.inf", "data"), (":, 2", "torch.nan", "data / (data.std() + 1)")],
+)
+def test_other_bad_data_are_not_blamed_on_the_spread(tmp_path, monkeypatch, column, value, prepared):
+    monkeypatch.setattr(sys.modules["ampwise.watch.batch_draws"], "own_files", lambda: [str(tmp_path / "program.py")])
+    program = STANDARDISED.replace("BATCHES", "make().split(8)").replace("COLUMN", column).replace("VALUE", value)
+    if "std" in prepared:  # the only such division has a guard
+        program = program.replace("/ spread", "/ (spread + 1e-6)")
+    found, guilty = findings_of(tmp_path, monkeypatch, program.replace("PREPARED", prepared))
+    assert found
+    assert not {each.place.line for each in found} & set(guilty)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("guard", GUARDS)
 def test_a_guard_is_noticed(tmp_path, monkeypatch, guard):

@@ -207,6 +207,7 @@ class BadTensor:
     bad_rows: int = 0  # number of bad samples
     first_use: Origin | None = None  # the operation that read it first
     made_at: CallSite = field(default_factory=CallSite)  # where numpy computed it, or a module took the memory
+    made_by: str = "numpy computed an invalid value"  # what did that
     drawn: DataOrigin | None = None  # where it came from, if the batch could be drawn again
 
     def as_dict(self) -> dict[str, Any]:

@@ -31,9 +31,11 @@ from ampwise.trace.failure_facts import BadTensor, DataOrigin
 from ampwise.trace.op_inspection import values_of
 from ampwise.trace.value_ranges import bytes_of, readable_values
 from ampwise.watch.batch_origin import GUARD, Observation
+from ampwise.watch.freezing_code import own_files
 from ampwise.watch.inspection import version_of
 from ampwise.watch.numpy_errors import KINDS, NumpyWarnings, is_bad
 from ampwise.watch.patches import Patches
+from ampwise.watch.spread_division import with_spread_division
 
 __all__ = ["BatchDraws", "is_safe_to_draw"]
 
@@ -148,6 +150,10 @@ class BatchDraws:
         drawn = None
         with suppress(Exception, SystemExit):
             drawn = self._origin(source, batch.get(source.name))
+        if not self._numpy.sites and (drawn is None or drawn.how != "computed"):
+            known = failure if drawn is None else failure.but(source=replace(source, drawn=drawn))
+            with suppress(Exception):
+                return with_spread_division(known, own_files())
         if len(self._numpy.sites) == 1 and (drawn is None or drawn.how != "computed"):
             ((site, kind),) = self._numpy.sites.items()
             if drawn is None:

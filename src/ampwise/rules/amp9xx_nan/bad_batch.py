@@ -53,7 +53,7 @@ def check_op(failure: Failure) -> Findings:
             return
         came = "was passed to the step" if source.what == "batch" else "is used by the step and comes from outside it"
         what = f"{name} {came} with {bad_values_text(source.values)}{_samples(source)}"
-        what += f"; numpy computed an invalid value at {source.made_at.in_text}" if source.made_at.file else ""
+        what += f"; {source.made_by} at {source.made_at.in_text}" if source.made_at.file else ""
         what += f", and was first read by {first}" if first else ""
     yield failure_finding(RULE, failure, what, advice=NUMBER if source.what == "number" else "")
 

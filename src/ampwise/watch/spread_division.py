@@ -1,0 +1,110 @@
+"""The line of a script that standardises its data, for columns that are NaN as a whole.
+
+A division by the standard deviation of a column, or by its range, gives NaN for all of a constant column, and of one
+with a NaN. It ran before anything was watched; but where the code has a single such division without a guard, it is
+the one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ampwise.finding.call_site import CallSite
+from ampwise.trace.failure import Failure
+from ampwise.trace.names_in_code import FUNCTIONS, call_name, tree_of
+
+__all__ = ["BY_SPREAD", "with_spread_division"]
+
+BY_SPREAD = (
+    "whole columns are NaN after the division by their spread, which is 0 for a constant column, and NaN for one with "
+    "a NaN"
+)
+FIX = (
+    "Leave constant columns and missing values out, and keep the divisor away from 0: `(x - mean) / std.clamp_min(1e-6)`. "
+    "`torch.nan_to_num` on the batch hides the cause, and the model learns from zeros."
+)
+SPREADS = ("std", "nanstd", "ptp", "std_mean")
+HIGHEST, LOWEST = ("max", "amax", "nanmax"), ("min", "amin", "nanmin")
+GUARDS = ("clamp", "clamp_min", "clip", "maximum", "where", "masked_fill", "nan_to_num")
+
+
+def with_spread_division(failure: Failure, files: Iterable[str]) -> Failure:
+    """Return a failure of bad data with the line that has standardised them, if whole columns are NaN."""
+    source = failure.source
+    values = None if source is None else source.values
+    if source is None or values is None or len(values.shape) < 2:
+        return failure
+    rows, bad = values.shape[0], values.special
+    is_nan_only = bad.get("NaN", 0) > 0 and not (bad.get("inf") or bad.get("-inf"))
+    is_whole = is_nan_only and source.bad_rows == rows > 1 and bad["NaN"] % rows == 0
+    lines = [site for file in files for site in _divisions(file)] if is_whole else []
+    if len(lines) != 1:
+        return failure
+    if source.drawn is None:
+        return failure.but(source=replace(source, made_at=lines[0], made_by=BY_SPREAD))
+    drawn = replace(source.drawn, how="computed", cause=BY_SPREAD, fix=FIX, site=lines[0])
+    return failure.but(source=replace(source, drawn=drawn))
+
+
+def _divisions(file: str) -> Iterator[CallSite]:
+    """Yield the lines of a file that divide by a standard deviation or a range, without a guard."""
+    tree = tree_of(file)
+    if tree is None:
+        return
+    spreads = _names_of_spreads(tree)
+    functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
+    in_model = {id(each) for node in functions if node.name == "forward" for each in ast.walk(node)}
+    for node in ast.walk(tree):
+        divisor = None
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            divisor = node.right
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+            divisor = node.value
+        if divisor is not None and id(node) not in in_model and _is_spread(divisor, spreads):
+            inner = [each.name for each in functions if each.lineno <= node.lineno <= (each.end_lineno or 0)]
+            yield CallSite(file=file, line=node.lineno, function=inner[-1] if inner else "")
+
+
+def _names_of_spreads(tree: ast.Module) -> dict[str, str]:
+    """Return the names of standard deviations, and of highest and lowest values, that nothing guards."""
+    found: dict[str, str] = {}
+    guarded: set[str] = set()
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        for target in targets:
+            if isinstance(target, ast.Subscript):
+                guarded.add(_last(target.value))  # `std[std == 0] = 1`
+                continue
+            pairs = [(target, node.value)]  # type: ignore[attr-defined]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):  # type: ignore[attr-defined]
+                pairs = list(zip(target.elts, node.value.elts, strict=False))  # type: ignore[attr-defined]
+            for one, value in pairs:
+                kind = _kind(value)
+                if kind == "guarded":
+                    guarded.add(_last(one))
+                elif kind:
+                    found[_last(one)] = kind
+    return {name: kind for name, kind in found.items() if name and name not in guarded}
+
+
+def _kind(value: ast.expr) -> str:
+    calls = [call_name(each) for each in ast.walk(value) if isinstance(each, ast.Call)]
+    if any(each in GUARDS for each in calls) or any(isinstance(each, ast.Add | ast.IfExp) for each in ast.walk(value)):
+        return "guarded"
+    for kind, names in (("spread", SPREADS), ("highest", HIGHEST), ("lowest", LOWEST)):
+        if any(each in names for each in calls):
+            return "" if kind == "spread" and "std_mean" in calls else kind
+    return ""
+
+
+def _is_spread(divisor: ast.expr, names: dict[str, str]) -> bool:
+    if isinstance(divisor, ast.BinOp) and isinstance(divisor.op, ast.Sub):
+        sides = [names.get(_last(each)) or _kind(each) for each in (divisor.left, divisor.right)]
+        return sides == ["highest", "lowest"]
+    return (names.get(_last(divisor)) or _kind(divisor)) == "spread"
+
+
+def _last(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
