@@ -17,12 +17,9 @@ from ampwise.trace.names_in_code import FUNCTIONS, call_name, tree_of
 
 __all__ = ["BY_SPREAD", "with_spread_division"]
 
-BY_SPREAD = (
-    "whole columns are NaN after the division by their spread, which is 0 for a constant column, and NaN for one with "
-    "a NaN"
-)
+BY_SPREAD = "whole columns are NaN, as after a division by the spread of a constant column, or of one with a NaN,"
 FIX = (
-    "Leave constant columns and missing values out, and keep the divisor away from 0: `(x - mean) / std.clamp_min(1e-6)`. "
+    "Leave out constant columns and missing values, and keep the divisor away from 0: `std.clamp_min(1e-6)`. "
     "`torch.nan_to_num` on the batch hides the cause, and the model learns from zeros."
 )
 SPREADS = ("std", "nanstd", "ptp", "std_mean")
@@ -44,7 +41,7 @@ def with_spread_division(failure: Failure, files: Iterable[str]) -> Failure:
         return failure
     if source.drawn is None:
         return failure.but(source=replace(source, made_at=lines[0], made_by=BY_SPREAD))
-    drawn = replace(source.drawn, how="computed", cause=BY_SPREAD, fix=FIX, site=lines[0])
+    drawn = replace(source.drawn, how="computed", cause=BY_SPREAD.rstrip(","), fix=FIX, site=lines[0])
     return failure.but(source=replace(source, drawn=drawn))
 
 
