@@ -471,3 +471,16 @@ def test_a_buffer_is_explained_by_the_operation_that_makes_it_bad_again():
     model.codes[0] = 1.0
     kept = nn.Linear(1, 1)
     assert found(lambda x: kept(x).mean() * model.codes.mean(), x)[0][0] != "division-by-zero"
+
+
+def test_a_bound_that_rounds_away_is_named():
+    logits = torch.full((4,), 20.0, dtype=torch.bfloat16)
+
+    def loss(logits, highest):
+        p = logits.sigmoid().clamp(1e-4, highest)  # here: the bound
+        return -(1 - p).log().mean()
+
+    (finding,) = ampwise.trace(loss, logits, 1 - 1e-4)
+    assert finding.place.line == line_of("the bound")
+    assert "0.9999 is 1 in BF16" in finding.message
+    assert ampwise.trace(loss, logits, 0.99) == []

@@ -289,8 +289,11 @@ class FailureDiagnosis:
                 dtype = LITERAL_DTYPES.get(each.dtype)
                 for value in each.scalars if dtype is not None else ():
                     becomes = float(torch.tensor(value, dtype=dtype))
-                    if value and math.isfinite(value) and (becomes == 0 or math.isinf(becomes)):
-                        yield RoundedLiteral(value=value, becomes=becomes, dtype=each.dtype, site=each.site)
+                    literal = RoundedLiteral(value=value, becomes=becomes, dtype=each.dtype, site=each.site)
+                    is_lost = becomes == 0 or math.isinf(becomes)
+                    is_lost |= literal.is_bound and base_name(each.name).startswith("clamp")
+                    if value and math.isfinite(value) and is_lost:
+                        yield literal
             seen |= set(near)
             writers = [given.storage.writers[: given.writers] for each in near.values() for given in each.inputs]
             made = [self._tape.ops[written[-1].op] for written in writers if written]

@@ -58,6 +58,7 @@ KERNEL = "kernel"  # the change of a trial with another kernel
 COMPILER = "compiler"  # that of a trial with another backend of torch.compile, or without it
 # Operation families with a single failure kind, unless FP64 is finite.
 FIXED = {"normalisation": "division-by-zero", "determinant": "outside-domain", "loss": "unstable-loss"}
+OF_BOUNDS = ("division-by-zero", "infinite-derivative", "outside-domain", "unstable-loss")
 PARTIAL_DOMAIN = ("logarithm", "gamma", "root", "power", "arc")
 SOURCE_KINDS = {"parameter": "bad-weights", "buffer": "poisoned-statistics"}
 
@@ -152,6 +153,9 @@ class Failure:
             by_lr = facts.has_absurd_lr and self.kind == "bad-weights"
             if by_lr or self.kind == "exploding-update" or (self.kind == "optimizer-division" and self.origin is None):
                 return facts.made_at
+        bounds = [each for each in self.origin.literals if each.is_bound] if self.origin is not None else []
+        if bounds and bounds[0].site.file and self.kind in OF_BOUNDS:  # the guard, which is none in this format
+            return bounds[0].site
         if self.source is not None and self.source.drawn is not None and self.source.drawn.site.file:
             return self.source.drawn.site
         if self.source is not None and self.source.made_at.file:

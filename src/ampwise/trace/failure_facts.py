@@ -92,6 +92,11 @@ class RoundedLiteral:
     dtype: str
     site: CallSite = field(default_factory=CallSite)
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether it is to keep values away from 1 or -1, and rounds to that."""
+        return abs(self.becomes) == 1 > abs(self.value)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
