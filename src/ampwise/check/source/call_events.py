@@ -330,7 +330,8 @@ def _scaler_held(node: ast.expr, frame: Frame) -> str | None:
 
 @functools.lru_cache(maxsize=256)  # a search of the whole file
 def _holders_of_scalers(outline: FileOutline) -> frozenset[str]:
-    return frozenset(HELD_SCALER.findall(outline.script.text))
+    text = outline.script.text
+    return frozenset(HELD_SCALER.findall(text) if ".scaler.unscale_(" in text else ())
 
 
 @functools.lru_cache(maxsize=256)  # a search of the whole file
