@@ -85,7 +85,7 @@ class Trainer:
             micro_batches = [self.train_batches[(step * window + k) % len(self.train_batches)] for k in range(window)]
             loss = sum(self.training_step(inputs).item() for inputs in micro_batches)
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
-            self.optimizer.step()  # expect: AMP306
+            self.optimizer.step()
             if not self.accelerator.optimizer_step_was_skipped:
                 self.lr_scheduler.step()
             self.model.zero_grad()
@@ -124,7 +124,7 @@ class WeightedTrainer(Trainer):
 
 
 def load_model(dtype: torch.dtype) -> TinyBert:
-    return TinyBert().to(dtype)
+    return TinyBert().to(dtype)  # expect: AMP306
 
 
 def make_batches(number: int, size: int) -> list[Batch]:

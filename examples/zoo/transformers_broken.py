@@ -60,7 +60,7 @@ class Sampler(TrainerCallback):
 
 def main() -> None:
     torch.manual_seed(0)
-    model = make_model().to(torch.bfloat16)  # type: ignore[arg-type]
+    model = make_model().to(torch.bfloat16)  # type: ignore[arg-type]  # expect: AMP306
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -83,7 +83,7 @@ def main() -> None:
             eval_dataset=Counting(32, seed=2),
             callbacks=[Sampler(torch.tensor([[1, 2, 3]]))],
         )
-        trainer.train()  # expect: AMP306
+        trainer.train()
     print(f"trained {STEPS} steps, loss {trainer.state.log_history[-1]['train_loss']:.3f}")
 
 

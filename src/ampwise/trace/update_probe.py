@@ -42,7 +42,7 @@ def failing_update(optimizer: Optimizer, step: int | None) -> Failure | None:
     entries_now = list(optimizer.state.items())
 
     # Hooks, such as an engine's, take a step for the script's own.
-    own = type(optimizer).step
+    own: Any = type(optimizer).step
     step_without_hooks: Any = own.__wrapped__ if hasattr(own, "hooked") else own
 
     def restore() -> None:

@@ -56,7 +56,8 @@ def _around(site: CallSite) -> list[ast.AST]:
 
 
 def _covers(node: ast.AST, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or 0)  # type: ignore[attr-defined]
+    first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", None) or 0
+    return bool(first <= line <= last)
 
 
 def _last(node: ast.AST) -> str:
@@ -109,10 +110,8 @@ def _dropped_by(body: Sequence[ast.stmt], loop: ast.For) -> Iterator[int]:
                 yield statement.lineno
         elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             target = statement.targets[0]
-            is_average = (
-                isinstance(statement.value, ast.BinOp) and isinstance(target, ast.Name) and target.id in targets
-            )
-            if is_average and not _is_read_after(loop, statement, target.id):  # type: ignore[union-attr]
+            name = target.id if isinstance(target, ast.Name) and isinstance(statement.value, ast.BinOp) else ""
+            if name in targets and not _is_read_after(loop, statement, name):
                 yield statement.lineno
 
 
@@ -192,7 +191,7 @@ def _changes_in_place(node: ast.AST, names: set[str]) -> bool:
 
 def _name_made_at(site: CallSite) -> str | None:
     statement = _statement_at(site)
-    targets = getattr(statement, "targets", ())
+    targets: list[ast.expr] = getattr(statement, "targets", [])
     return _last(targets[0]) or None if len(targets) == 1 else None
 
 

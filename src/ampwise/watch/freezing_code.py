@@ -205,7 +205,9 @@ def _why_idle(statement: ast.stmt, names: set[str]) -> str:
 def frozen_unused_copy(file: str, line: int) -> CallSite | None:
     """Return the statement at a line that freezes a copy of a module, if the script uses that for nothing else."""
     tree = tree_of(file)
-    scopes = [node for node in ast.walk(tree) if isinstance(node, (*FUNCTIONS, ast.Module))] if tree is not None else []
+    if tree is None:
+        return None
+    scopes = [node for node in ast.walk(tree) if isinstance(node, (*FUNCTIONS, ast.Module))]
     around = [each for each in scopes if isinstance(each, ast.Module) or each.lineno <= line <= (each.end_lineno or 0)]
     scope = max(around, key=lambda each: getattr(each, "lineno", 0), default=None)
     statements = [node for node in ast.walk(scope) if isinstance(node, ast.stmt)] if scope is not None else []
@@ -220,7 +222,7 @@ def frozen_unused_copy(file: str, line: int) -> CallSite | None:
     inside = {id(node) for each in setting for node in ast.walk(each)}
     used = [
         node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name and id(node) not in inside
-    ]  # type: ignore[arg-type]
+    ]
     if len(used) > 1:  # where it is made
         return None
     return freezes_at(file, line) if isinstance(here, ast.For) else CallSite(file=file, line=line)

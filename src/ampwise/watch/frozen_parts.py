@@ -133,8 +133,8 @@ class FrozenParts:
         for loop in self._loops.values():
             if len(loop.modules) > 1:
                 self._buffers.look(loop.site, [each() for each in loop.modules], set(named), use.followed)
-        for refer, site in self._made:
-            if (parameter := refer()) is not None and id(parameter) in named:
+        for made, site in self._made:
+            if (parameter := made()) is not None and id(parameter) in named:
                 self._note_held(use, site, parameter, named[id(parameter)], "`from_pretrained` freezes it by default")
         for each in parameters:
             if isinstance(each, Tensor) and not isinstance(each, nn.Parameter) and each.grad is None:

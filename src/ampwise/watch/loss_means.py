@@ -140,7 +140,7 @@ def note_wrong_normalisation(loss: Tensor, facts: Learning, step: int, lines: Gr
         while given is not None and given.name().startswith(PASSED_ON):
             given = given.next_functions[0][0]
         is_probability = given is not None and given.name().startswith(PROBABILITIES)
-        if is_probability or (takes_logarithms and given is not None and given.name().startswith(LINEAR)):
+        if given is not None and (is_probability or (takes_logarithms and given.name().startswith(LINEAR))):
             what = given.name().partition("Backward")[0].lower() if is_probability else "layer without a softmax"
             only = None if takes_logarithms else _only_call_of(what)
             first = CountedCalls(step=step, what=what, at=only)

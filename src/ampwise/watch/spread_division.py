@@ -54,12 +54,10 @@ def _divisions(file: str) -> Iterator[CallSite]:
     functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
     in_model = {id(each) for node in functions if node.name == "forward" for each in ast.walk(node)}
     for node in ast.walk(tree):
-        divisor = None
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            divisor = node.right
-        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
-            divisor = node.value
-        if divisor is not None and id(node) not in in_model and _is_spread(divisor, spreads):
+        if not isinstance(node, ast.BinOp | ast.AugAssign) or not isinstance(node.op, ast.Div):
+            continue
+        divisor = node.right if isinstance(node, ast.BinOp) else node.value
+        if id(node) not in in_model and _is_spread(divisor, spreads):
             inner = [each.name for each in functions if each.lineno <= node.lineno <= (each.end_lineno or 0)]
             yield CallSite(file=file, line=node.lineno, function=inner[-1] if inner else "")
 
