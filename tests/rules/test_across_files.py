@@ -203,7 +203,65 @@ def evaluate(model, loader):
         correct += model(x).argmax(1).eq(y).sum()  # expect: AMP501
     return correct
 """
+LOADS_IN_BF16 = """
+import torch
+from transformers import AutoModelForCausalLM
+
+def load(name):
+    model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.bfloat16)
+    return name, model.to("cuda")
+"""
+LOADS_WITH_ADAPTERS = """
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+def load(name):
+    model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.bfloat16)
+    return name, get_peft_model(model, LoraConfig(r=8))
+"""
+MAKES_PLAIN = """
+import torch
+
+def make_optimizer(model):
+    return torch.optim.AdamW([{"params": model.parameters()}], lr=1e-5)
+"""
+MAKES_CAREFUL = """
+import torch
+from rounding import CarefulAdamW
+
+def make_optimizer(model):
+    return CarefulAdamW(model.parameters(), lr=1e-5)
+"""
+TRAINS_LOADED = """
+from loading import load
+from making import make_optimizer
+
+def main(loader):
+    name, model = load("gpt2")
+    optimizer = make_optimizer(model)  # expect: AMP306
+    for batch in loader:
+        model(batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+TRAINS_SILENTLY = TRAINS_LOADED.replace("  # expect: AMP306", "")
 CASES = {
+    "weights loaded in BF16 by a helper": {
+        "loading.py": LOADS_IN_BF16,
+        "making.py": MAKES_PLAIN,
+        "train.py": TRAINS_LOADED,
+    },
+    "adapters added by a helper": {
+        "loading.py": LOADS_WITH_ADAPTERS,
+        "making.py": MAKES_PLAIN,
+        "train.py": TRAINS_SILENTLY,
+    },
+    "careful optimizer of a helper": {
+        "loading.py": LOADS_IN_BF16,
+        "making.py": MAKES_CAREFUL,
+        "train.py": TRAINS_SILENTLY,
+    },
     "evaluated by a helper": {
         "train.py": train("from val import evaluate", save="model.train(), evaluate(model, loader)"),
         "val.py": EVALUATES_ITSELF,

@@ -206,6 +206,8 @@ def trained_half_models(code: SourceFile) -> list[TrainedHalfModel]:
             target = frame.key(targets[0]) if len(targets) == 1 else None
             ways = conditions_at(frame, call)
             for model in _models_optimized(call, site, code):
+                if _is_prepared_elsewhere(model.context.frame, code):
+                    continue
                 others = [ALWAYS] if model.node in _casts_adapters(code) else without_adapters
                 given = [both for one in others if (both := joined(model.given, one)) is not None]
                 if any(joined(one, way) is not None for one in given for way in ways):
@@ -262,7 +264,8 @@ def _aliases(node: ast.expr, frame: Frame) -> Iterator[tuple[ast.expr, Frame, Co
         elif isinstance(part, ast.Call):
             statement = home.outline.script.parents.get(part)
             is_cast = bool(cast_dtypes(part, home))
-            if isinstance(statement, ast.Assign):  # its name has this cast, and what comes later
+            in_own_file = home.outline is frame.outline  # where its name has this cast, and what comes later
+            if isinstance(statement, ast.Assign) and in_own_file:
                 pending += [(target, home, given) for target in statement.targets]
                 inner = last_cast(part, home)[1] if is_cast else moved(part, home)
             else:
@@ -270,7 +273,7 @@ def _aliases(node: ast.expr, frame: Frame) -> Iterator[tuple[ast.expr, Frame, Co
                 inner = moved(part, home)
             if callee is not None and callee[0].name == "__init__":  # Wrapper(student) has its parameters
                 pending += [(word, home, given) for word in arguments_given(part) if isinstance(word, ast.Name)]
-            if inner is not None and (not is_cast or isinstance(statement, ast.Assign)):
+            if inner is not None and (not is_cast or (isinstance(statement, ast.Assign) and in_own_file)):
                 pending.append((inner, home, given))
         else:
             yield part, home, given
@@ -346,7 +349,16 @@ def only_named_main(context: EventContext) -> bool:
 def _may_train_half(code: SourceFile) -> bool:
     """Whether a file names a half dtype, and nothing that keeps more than half parameters."""
     text = code.script.text.lower()
-    return ("half" in text or "float16" in text or "fp16" in text) and not KEEPS_MORE.search(_words(code))
+    says_half = "half" in text or "float16" in text or "fp16" in text or code.names("float16")
+    return says_half and not KEEPS_MORE.search(_words(code))
+
+
+def _is_prepared_elsewhere(frame: Frame, code: SourceFile) -> bool:
+    """Whether a model is cast in another file, which has adapters, or keeps more than half parameters."""
+    if frame.outline is code.outline:
+        return False
+    words = _words(code.project.code(frame.outline.path))
+    return TRAINS_OTHERS.search(words) is not None or KEEPS_MORE.search(words) is not None
 
 
 @functools.lru_cache(maxsize=4)

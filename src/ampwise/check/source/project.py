@@ -198,7 +198,7 @@ class Project:
 
     def _may_import(self, path: str) -> bool:
         """Whether to parse a file because another imports it: if it has to do with training, up to a limit."""
-        text = self._text(path) if self._worth.get(path, True) else None
+        text = self.text(path) if self._worth.get(path, True) else None
         if path not in self._worth:
             self._worth[path] = text is not None and (path.endswith("__init__.py") or has_any(text, WORTH_READING))
         if not self._worth[path]:
@@ -212,7 +212,8 @@ class Project:
         self._imported_characters = characters
         return True
 
-    def _text(self, path: str) -> str | None:
+    def text(self, path: str) -> str | None:
+        """Return the text of a file; None if it cannot be read."""
         if path in self.texts:
             return self.texts[path]
         if not path.endswith(".py"):
@@ -232,11 +233,11 @@ class Project:
     def imported_by(self, path: str) -> list[str]:
         """Return the other checked files from which ``path`` imports something that has to do with training."""
         taken: dict[str, set[str]] = {}
-        for module, names in imports_in(self._text(path) or ""):
+        for module, names in imports_in(self.text(path) or ""):
             other = self._path_of(module.lstrip("."), path) if module.strip(".") else None
             if other is not None and other != path:
                 taken.setdefault(other, set()).update(names)
-        return [other for other, names in taken.items() if is_worth_importing(self._text(other) or "", names)]
+        return [other for other, names in taken.items() if is_worth_importing(self.text(other) or "", names)]
 
     def importers(self, path: str) -> dict[str, set[str]]:
         """Return the other checked files that import from ``path``, and the imported names ("*": the module itself)."""
@@ -251,7 +252,7 @@ class Project:
         found: dict[str, dict[str, set[str]]] = {}
         for path in self.paths:
             if path not in self._imports:
-                text = self._text(path) or ""  # without these words it calls no training step of another file
+                text = self.text(path) or ""  # without these words it calls no training step of another file
                 self._imports[path] = list(imports_in(text)) if ".backward(" in text or "caler" in text else []
             for module, names in self._imports[path]:
                 stem = module.rpartition(".")[2]
@@ -330,6 +331,12 @@ class SourceFile:
     def frame(self, function: FunctionOutline) -> Frame:
         """Return the frame of a function without a caller."""
         return self.project.frame(function)
+
+    def names(self, word: str) -> bool:
+        """Whether the file, or one that it imports from, contains a word."""
+        if word in self.script.text:
+            return True
+        return any(word in (self.project.text(path) or "") for path in self.project.imported_by(self.path))
 
     # Traces: the code as it runs.
 

@@ -34,15 +34,14 @@ RULE = Rule(
         'with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)'
     ),
 )
-NEEDS = (("bfloat16",), (".backward(",))
+NEEDS = ((".backward(",),)
 
 # What surely keeps no FP32 copy. A model's own `configure_optimizers` makes one of these, as in nanoGPT.
 PLAIN = LazyPattern(r"^(torch\.optim\.\w|transformers\.(optimization\.)?AdamW$)|(^|\.)configure_optimizers$")
 
 
 def check_source(code: SourceFile) -> Findings:
-    text = code.script.text
-    if "bfloat16" not in text or "backward(" not in text or code.uses_framework:
+    if code.uses_framework or not code.names("bfloat16"):
         return
     for pair in half_optimizers(code, BF16):
         if _may_be_plain(pair):
@@ -61,6 +60,11 @@ def _may_be_plain(pair: TrainedHalfModel) -> bool:
     held = pair.frame.values(func) if isinstance(func, ast.Name | ast.Attribute) else []
     names = [home.qualified(value) or dotted_text(value) for value, home in held if value is not None]
     names.append(pair.frame.qualified(func) or dotted_text(func))
+    target = pair.frame.callee(pair.optimizer)
+    if target is not None and target[0].outline is not pair.frame.outline:  # get_optimizer(model) of another file
+        made = pair.frame.enter(target[0], pair.optimizer, target[1])
+        values = [value for one in target[0].returns if one is not None for value in made.values(one)]
+        names += [home.qualified(value.func) for value, home in values if isinstance(value, ast.Call)]
     return any(name is not None and PLAIN.search(name) for name in names)
 
 
