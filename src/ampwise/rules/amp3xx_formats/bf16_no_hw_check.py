@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.cases import ALWAYS, FALSE, Limit, conditions_at, joined
@@ -294,6 +295,8 @@ def _tests(code: SourceFile) -> dict[ast.expr, bool]:
 def _else_is_bf16(node: ast.Compare, code: SourceFile) -> bool:
     """Whether a comparison such as ``major < 7`` chooses another dtype, and BF16 where it does not hold."""
     choice: ast.AST = node
+    body: Sequence[ast.AST]
+    other: Sequence[ast.AST]
     while isinstance(choice, ast.expr) and not isinstance(choice, ast.IfExp):
         choice = code.script.parents[choice]
     if isinstance(choice, ast.IfExp):
