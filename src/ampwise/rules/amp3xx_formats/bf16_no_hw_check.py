@@ -299,6 +299,8 @@ def _else_is_bf16(node: ast.Compare, code: SourceFile) -> bool:
     other: Sequence[ast.AST]
     while isinstance(choice, ast.expr) and not isinstance(choice, ast.IfExp):
         choice = code.script.parents[choice]
+    body: Sequence[ast.AST]
+    other: Sequence[ast.AST]
     if isinstance(choice, ast.IfExp):
         body, other = [choice.body], [choice.orelse]
     elif isinstance(choice, ast.If) and len(choice.body) == 1:
