@@ -305,6 +305,9 @@ FINE = {
         freeze(model, "encoder")
         train(model, SGD([each for each in model.parameters() if each.requires_grad], lr=0.1))
         other, NEVER = Net(), ()
+        for parameter in other.parameters():
+            if not parameter.dim():
+                parameter.requires_grad = False
         for name, parameter in other.named_parameters():
             if name in NEVER:
                 parameter.requires_grad_(False)

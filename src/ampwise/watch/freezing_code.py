@@ -155,7 +155,11 @@ def _idle_in(
                 "`state_dict()` gives detached tensors, and not the parameters themselves",
                 is_for_some=bool(tests),
             )
-        elif tests and _freezes(statement, names):
+        elif (
+            tests
+            and _freezes(statement, names)
+            and all(free_names(each) & names - {_parameter(statement)} for each in tests)
+        ):
             settings = frozenset().union(*(free_names(each) for each in tests)) - names - BUILTINS
             yield Idle(site, "its condition holds for none", is_for_some=True, needs_settings=True, settings=settings)
         if isinstance(statement, ast.If) and free_names(statement.test) & names:
@@ -173,6 +177,13 @@ def _freezes(statement: ast.stmt, names: set[str]) -> bool:
         and root_name(call.func) in names
         and [getattr(each, "value", None) for each in call.args] == [False]
     )
+
+
+def _parameter(statement: ast.stmt) -> str | None:
+    """Return the variable whose ``requires_grad`` a statement sets: a condition on it is not one on names."""
+    if isinstance(statement, ast.Assign):
+        return root_name(statement.targets[0])
+    return root_name(statement.value) if isinstance(statement, ast.Expr) else None
 
 
 def _why_idle(statement: ast.stmt, names: set[str]) -> str:
