@@ -45,6 +45,7 @@ LOADS = frozenset(("from_pretrained", "from_config", "_from_config"))
 # In `for m in model.modules(): m.half()` and `for p in model.parameters(): p.data = p.data.half()`.
 GO_THROUGH = frozenset(("modules", "children", "named_modules", "named_children", "parameters", "named_parameters"))
 ALL_PARAMETERS = frozenset(("parameters", "named_parameters"))
+ALL_LAYERS = "layers"  # the part of a module that a loop over its modules casts, of some kinds only
 OF_A_LAYER = frozenset(("data", "weight", "bias"))
 
 
@@ -100,7 +101,7 @@ def _modules_of(node: ast.expr, frame: Frame) -> Iterator[tuple[str, str]]:
         looped = _gone_through(node, frame)
         if looped is not None:
             method, node = looped
-            part = part or ("" if method in ALL_PARAMETERS else "layers")
+            part = part or ("" if method in ALL_PARAMETERS else ALL_LAYERS)
             continue
         if isinstance(node, ast.Subscript):
             part = ""  # model[0].half(): most put the whole network there

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ampwise.check.source.cases import ALWAYS, Conditions, Limit, Made, cases_of, combined, conditions_at, joined
 from ampwise.check.source.casts import (
+    ALL_LAYERS,
     Cast,
     cast_dtypes,
     casts_in,
@@ -23,7 +24,7 @@ from ampwise.check.source.frame import Frame
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.modes import dtype_in
-from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
+from ampwise.check.source.names import dotted_text, last_name, method_called
 from ampwise.check.source.outline import FunctionOutline
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.project import SourceFile
@@ -242,11 +243,27 @@ def _models_optimized(call: ast.Call, site: CodeSite, code: SourceFile) -> Itera
                         continue  # that of another instance
                     name = f"{(key or '').rpartition(':')[2]}.{inner or model.part}".rstrip(".")
                     is_frozen = FROZEN_NAME.search(name.lower()) or name.rpartition(".")[2] in _frozen(code)
-                    if not is_frozen and (is_whole or not model.part):
+                    if not is_frozen and (is_whole or not (model.part or _has_wide_layers(model, casts))):
                         yield model
             known = frame.key(alias) or ""
             if known not in models and any(cast.dtype and not cast.part for cast in casts.get(known, ())):
                 break  # cast back under this name, whatever it was cast to under those before
+
+
+def _has_wide_layers(model: HalfModel, casts: Mapping[str, list[Cast]]) -> bool:
+    """Whether some of its layers are cast to another dtype: ``for m in model.modules(): if ...: m.float()``."""
+    return any(cast.part == ALL_LAYERS and cast.dtype != model.dtype for cast in casts.get(model.key, ()))
+
+
+def _kept_by(init: FunctionOutline, frame: Frame) -> list[ast.Name]:
+    """Return the arguments that a module keeps as parts of it; not those that it only asks for something."""
+    parents = init.outline.script.parents
+    kept = {
+        each.id
+        for each in walk(init.node)
+        if isinstance(each, ast.Name) and not isinstance(parents[each], ast.Attribute | ast.List | ast.Tuple)
+    }
+    return [given for name, given in frame.arguments.items() if name in kept and isinstance(given, ast.Name)]
 
 
 def _aliases(node: ast.expr, frame: Frame) -> Iterator[tuple[ast.expr, Frame, Conditions]]:
@@ -272,7 +289,7 @@ def _aliases(node: ast.expr, frame: Frame) -> Iterator[tuple[ast.expr, Frame, Co
                 yield part, home, given
                 inner = moved(part, home)
             if callee is not None and callee[0].name == "__init__":  # Wrapper(student) has its parameters
-                pending += [(word, home, given) for word in arguments_given(part) if isinstance(word, ast.Name)]
+                pending += [(word, home, given) for word in _kept_by(callee[0], home.enter(callee[0], part, callee[1]))]
             if inner is not None and (not is_cast or (isinstance(statement, ast.Assign) and in_own_file)):
                 pending.append((inner, home, given))
         else:
