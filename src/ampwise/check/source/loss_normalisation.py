@@ -315,12 +315,15 @@ class _Flow:
     def _may_divide_unseen(self, call: ast.Call, frame: Frame) -> bool:
         """Whether a function we cannot see may divide by the size: it gets n, or is an unknown method of ``self``."""
         arguments = arguments_given(call)
+        put_in = _gathered(frame.function.node)
         loop = self.known.window.loop
         pieces = _stored_in(loop.node) if loop is not None and loop.frame is frame else set()
         named = {id(word.value): word.arg or "" for word in call.keywords}
         for part in arguments:
             names = {name.id for name in walk(part) if isinstance(name, ast.Name)}
             text = ast.unparse(part)
+            if any(self.known.says_size(value) for name in names for value in put_in.get(name, ())):
+                return True  # batch["weight"] = 1 / n, and model(**batch)
             if names & pieces:  # a micro-batch, or its length, does not tell how many there are
                 text = re.sub(rf"(?<![\w.])({'|'.join(names & pieces)})(?!\w)", "_", text)
             elif ACCUMULATES.search(named.get(id(part), "")) or (pieces and text.startswith("len(")):
