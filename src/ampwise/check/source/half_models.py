@@ -73,6 +73,7 @@ LONGEST_WORD = 60
 DEEPEST_HELPER = 3  # that gives a model its adapters
 NAMED_BY = ("id", "attr", "arg", "name")  # the fields of syntax nodes that are names
 DEEPEST = 6  # names and calls between an optimizer and the module whose parameters it gets
+REGISTERS = ("__init__", "add_module", "register_module")  # a module as a part of another
 
 
 @dataclass(slots=True, eq=False)
@@ -257,13 +258,20 @@ def _has_wide_layers(model: HalfModel, casts: Mapping[str, list[Cast]]) -> bool:
 
 def _kept_by(init: FunctionOutline, frame: Frame) -> list[ast.Name]:
     """Return the arguments that a module keeps as parts of it; not those that it only asks for something."""
-    parents = init.outline.script.parents
-    kept = {
-        each.id
-        for each in walk(init.node)
-        if isinstance(each, ast.Name) and not isinstance(parents[each], ast.Attribute | ast.List | ast.Tuple)
-    }
+    kept = {each.id for each in walk(init.node) if isinstance(each, ast.Name) and _is_kept(each, init)}
     return [given for name, given in frame.arguments.items() if name in kept and isinstance(given, ast.Name)]
+
+
+def _is_kept(name: ast.Name, init: FunctionOutline) -> bool:
+    """Whether a module becomes part of another: ``self.net = net``, ``nn.Sequential(net)``, ``ModuleList([net])``."""
+    parents = init.outline.script.parents
+    outer = parents[name]
+    if isinstance(outer, ast.Assign):
+        return any(isinstance(target, ast.Attribute) for target in outer.targets)
+    while isinstance(outer, ast.List | ast.Tuple | ast.keyword):
+        outer = parents[outer]
+    called = last_name(outer.func) if isinstance(outer, ast.Call) and outer.func is not name else ""
+    return called[:1].isupper() or called in REGISTERS
 
 
 def _aliases(node: ast.expr, frame: Frame) -> Iterator[tuple[ast.expr, Frame, Conditions]]:
