@@ -189,6 +189,35 @@ FAULTS = {
             update_ema(ema, model)
         ema(x)
     """,
+    "the best weights, not copied": """
+        class Fitter:
+            def fit(self, model, optimizer):
+                for epoch in range(6):
+                    train(model, optimizer, steps=8)
+                    if epoch == 1:
+                        self.best = model.state_dict()  # expect: AMP654
+                model.load_state_dict(self.best)
+
+        model = Net()
+        Fitter().fit(model, SGD(model.parameters(), lr=0.1))
+    """,
+    "the same in a dictionary of its own, on a CPU": """
+        model = mlp(nn.BatchNorm1d(16))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        train(model, optimizer)
+        best = {name: value.cpu() for name, value in model.state_dict().items() if "mean" not in name}  # expect: AMP654
+        train(model, optimizer)
+        model.load_state_dict(best, strict=False)
+    """,
+    "the same, of detached values": """
+        model = Net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        train(model, optimizer)
+        best = {name: value.detach().cpu() for name, value in model.state_dict().items()}  # expect: AMP654
+        train(model, optimizer)
+        torch.save(model.state_dict(), "/dev/null")
+        model.load_state_dict(best)
+    """,
     "an average that nothing uses": """
         @torch.no_grad()
         def update_ema(ema, model):
@@ -258,6 +287,45 @@ FINE = {
             for average, value in zip(ema.buffers(), model.buffers()):
                 average.copy_(value)
         ema(x)
+    """,
+    "states that are copies, or are loaded before a step": """
+        import io
+
+        model, other = mlp(nn.BatchNorm1d(16)), mlp(nn.BatchNorm1d(16))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        train(model, optimizer)
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        states = [
+            copy.deepcopy(model.state_dict()),
+            {name: value.clone() for name, value in model.state_dict().items()},
+            {name: value.detach().cpu().clone() for name, value in model.state_dict().items()},
+            torch.load(file),
+        ]
+        followed, of_optimizer = model.state_dict(), optimizer.state_dict()
+        names = {name: value.detach().float().mean() for name, value in model.state_dict().items()}
+        for state in states:
+            train(model, optimizer)
+            other.load_state_dict(followed)
+            model.load_state_dict(model.state_dict())
+            model.load_state_dict({name: value.detach() for name, value in model.state_dict().items()})
+            model.load_state_dict(state)
+        optimizer.load_state_dict(of_optimizer)
+    """,
+    "the state of an average that is changed in place, and loaded again": """
+        model = Net()
+        ema, optimizer = copy.deepcopy(model), SGD(model.parameters(), lr=0.1)
+        shadow = ema.state_dict()
+        for _ in range(4):
+            train(model, optimizer, steps=10)
+            for name, value in model.state_dict().items():
+                shadow[name].lerp_(value, 0.1)
+            ema.load_state_dict(shadow)
+            kept = copy.deepcopy(model.state_dict())
+            model.load_state_dict(ema.state_dict())
+            model(x)
+            model.load_state_dict(kept)
     """,
     "copies of other kinds, and an average of each epoch": """
         def evaluate_ema(model):

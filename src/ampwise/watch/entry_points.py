@@ -450,6 +450,8 @@ class EntryPoints:
         return result
 
     def load_weights(self, original: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._guard:
+            self._watch.saved_states.loaded(model, args[0] if args else kwargs.get("state_dict"))
         result = original(model, *args, **kwargs)
         with self._guard:
             for health in self._watch.healths.values():  # a target network, perhaps, on which losses depend

@@ -270,6 +270,7 @@ class Learning:
     idle_averages: dict[CallSite, IdleAverage] = field(default_factory=dict)
     stale_casts: dict[CallSite, CountedCalls] = field(default_factory=dict)  # steps in a region that goes on
     stale_buffers: dict[CallSite, CountedCalls] = field(default_factory=dict)  # averages of parameters only
+    followed_states: dict[CallSite, CountedCalls] = field(default_factory=dict)  # loaded, and changed by steps before
     leaf_losses: dict[CallSite, CountedCalls] = field(default_factory=dict)  # backward passes of losses without a graph
     idle_clips: dict[CallSite, CountedCalls] = field(default_factory=dict)  # clips of nothing
     useful_clips: Counter[CallSite] = field(default_factory=Counter)

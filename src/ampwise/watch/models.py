@@ -278,7 +278,13 @@ class Models:
     def _state_asked(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             self._watch.frozen.parameters_asked(module, sys._getframe(2))
-        return original(module, *args, **kwargs)
+        state = original(module, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            try:
+                self._watch.saved_states.made(module, state, sys._getframe(2))
+            except Exception as error:  # must not reach the script
+                self._watch.failed(error)
+        return state
 
     def compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         thing = args[0] if args else kwargs.get("model")

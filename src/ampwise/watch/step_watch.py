@@ -37,6 +37,7 @@ from ampwise.watch.module_hooks import Activations, DtypeFlow
 from ampwise.watch.overhead import StepSkipper
 from ampwise.watch.replicas import ReplicaSums
 from ampwise.watch.run_events import RunEvent
+from ampwise.watch.saved_states import SavedStates
 from ampwise.watch.stale_averages import StaleAverages
 from ampwise.watch.tied_weights import TiedWeights
 from ampwise.watch.timing import NOTHING, PROFILED, RunTiming
@@ -101,6 +102,7 @@ class StepWatch:
         self.loop = LoopWatch(self._learned, self.tracker)
         self.cleaned = CleanedGradients(self._learned, self.tracker)
         self.frozen, self.stale = FrozenParts(self._learned), StaleAverages(self._learned)
+        self.saved_states = SavedStates(self._learned, self.tracker, self.skipper)
         self.replicas, self.casts = ReplicaSums(), self.tracker.casts
         self.ties, self.averages = TiedWeights(self._learned), HalfAverages(self._learned)
         self.bad_steps = BadStepWatch(
