@@ -189,6 +189,45 @@ FAULTS = {
             update_ema(ema, model)
         ema(x)
     """,
+    "log-probabilities, copied by torch.tensor": """
+        from collections import namedtuple
+
+        Step = namedtuple("Step", "logp value reward")
+
+        class Agent:
+            def __init__(self):
+                self.actor, self.critic, self.memory = Net(), nn.Linear(8, 1), []
+                self.optimizer = SGD([*self.actor.parameters(), *self.critic.parameters()], lr=0.1)
+            def act(self):
+                for row in torch.randn(6, 8):
+                    logp = self.actor(row).log_softmax(-1)
+                    self.memory.append(Step(logp.max(), self.critic(row).squeeze(-1), float(row[0])))
+            def learn(self):
+                logps = torch.tensor([step.logp.item() for step in self.memory])  # expect: AMP655
+                values = torch.stack([step.value for step in self.memory])
+                returns = torch.tensor([step.reward for step in self.memory])
+                actor_loss = -(logps * (returns - values.detach())).sum()
+                loss = actor_loss + 0.5 * F.mse_loss(values, returns)
+                loss -= 0.01 * self.actor(torch.randn(2, 8)).softmax(-1).square().mean()
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+                self.memory.clear()
+
+        agent = Agent()
+        for _ in range(30):
+            agent.act()
+            agent.learn()
+    """,
+    "losses of single samples, copied in the loss itself": """
+        model = Net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(30):
+            losses = [F.cross_entropy(model(x[i : i + 4]), y[i : i + 4]) for i in range(0, 32, 4)]
+            optimizer.zero_grad()
+            (torch.FloatTensor(losses).sum() / 8 + model(x).square().mean()).backward()  # expect: AMP655
+            optimizer.step()
+    """,
     "the best weights, not copied": """
         class Fitter:
             def fit(self, model, optimizer):
@@ -287,6 +326,32 @@ FINE = {
             for average, value in zip(ema.buffers(), model.buffers()):
                 average.copy_(value)
         ema(x)
+    """,
+    "copied values that are targets, weights, factors, or meant to have no gradient": """
+        model, critic = Net(), nn.Linear(8, 1)
+        optimizer = SGD([*model.parameters(), *critic.parameters()], lr=0.1)
+
+        def constant(values):
+            return torch.tensor([each.item() for each in values]).mean()
+
+        for _ in range(30):
+            logps = list(model(x).log_softmax(-1)[:, 0])
+            values = list(critic(x).squeeze(-1))
+            old = torch.tensor([each.item() for each in logps])
+            baseline = torch.tensor(values)
+            returns = torch.rand(32) + 0.9 * torch.tensor([each.item() for each in values])
+            advantages = returns - baseline
+            ratio = (torch.stack(logps) - old).exp()
+            actor_loss = -(ratio * advantages).mean()
+            critic_loss = (returns - torch.stack(values)).square().mean()
+            shift = torch.tensor([each.item() for each in logps]).detach().mean()
+            with torch.no_grad():
+                logged = torch.tensor(logps).mean()
+            optimizer.zero_grad()
+            loss = actor_loss + critic_loss + shift + logged + torch.tensor(0.5) + 0 * constant(logps)
+            loss.backward()
+            optimizer.step()
+            print(torch.tensor(logps).mean().item(), loss)
     """,
     "states that are copies, or are loaded before a step": """
         import io

@@ -29,6 +29,7 @@ __all__ = [
     "Wanted",
     "Yielded",
     "blocks_of",
+    "loss_of",
     "needs_its_place",
     "slice_of",
     "way_to",
@@ -138,7 +139,7 @@ def slice_of(
     if function is not None:
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         parameters = frozenset(each.arg for each in arguments)
-    found = [each.in_caller(call, own) for each in wanted] if wanted else [_loss_of(call)]
+    found = [each.in_caller(call, own) for each in wanted] if wanted else [loss_of(call)]
     expressions = [each for each in found if each is not None and not isinstance(each, ast.Constant)]
     if len(expressions) < len(found):  # exec("..."): it has no file
         return None
@@ -245,7 +246,7 @@ def _contains(node: Any, position: tuple[Any, ...]) -> bool:
     return start <= (line, column) and (end_line, end_column) <= (node.end_lineno, node.end_col_offset)
 
 
-def _loss_of(call: ast.expr) -> ast.expr | None:
+def loss_of(call: ast.expr) -> ast.expr | None:
     """Return the loss in ``loss.backward()``, ``accelerator.backward(loss)``, ``scaler.scale(loss).backward()`` ..."""
     if isinstance(call, ast.Compare):
         return call.comparators[0] if isinstance(call.left, ast.Constant) else call.left

@@ -271,6 +271,9 @@ class Learning:
     stale_casts: dict[CallSite, CountedCalls] = field(default_factory=dict)  # steps in a region that goes on
     stale_buffers: dict[CallSite, CountedCalls] = field(default_factory=dict)  # averages of parameters only
     followed_states: dict[CallSite, CountedCalls] = field(default_factory=dict)  # loaded, and changed by steps before
+    cut_terms: dict[CallSite, CountedCalls] = field(
+        default_factory=dict
+    )  # passes of losses with a term without a graph
     leaf_losses: dict[CallSite, CountedCalls] = field(default_factory=dict)  # backward passes of losses without a graph
     idle_clips: dict[CallSite, CountedCalls] = field(default_factory=dict)  # clips of nothing
     useful_clips: Counter[CallSite] = field(default_factory=Counter)

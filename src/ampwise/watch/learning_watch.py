@@ -7,6 +7,7 @@ often.
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
 from ampwise.train.scaler.step_result import AsyncScalars
+from ampwise.watch.cut_terms import note_cut_term
 from ampwise.watch.graph_lines import GraphLines, watch_for_zeros
 from ampwise.watch.inspection import parameters_of, precisions_of, unwrapped
 from ampwise.watch.learning import (
@@ -346,6 +348,7 @@ class LearningWatch:
         self._looks = not partly and (self._looks or self.lines.on or is_due(self._backwards - self._looked_from))
         if not self._looks:
             return
+        note_cut_term(sys._getframe(1), self._facts, self._tracker.steps + 1)
         note_diluted_mean(given[0], self._facts, self._tracker.steps + 1)
         note_crossed_loss(given[0], self._facts, self._tracker.steps + 1, self.lines)
         note_wrong_normalisation(given[0], self._facts, self._tracker.steps + 1, self.lines)
