@@ -159,6 +159,18 @@ FAULTS = {
             loss.backward()
             optimizer.step()
     """,
+    "a parameter that is converted, and no longer one of its module": """
+        class Gated(Net):
+            def __init__(self):
+                super().__init__()
+                self.gate = nn.Parameter(torch.ones(8, dtype=torch.float64)).float()  # expect: AMP620
+                self.shift = nn.Parameter(torch.zeros(8))
+            def forward(self, x):
+                return super().forward(x * self.gate + self.shift)
+
+        model = Gated()
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
     "a criterion with parameters, forgotten": """
         class Scaled(nn.Module):
             def __init__(self):
@@ -561,6 +573,23 @@ FAULTS = {
             with torch.no_grad():
                 for average, weight in zip(ema.parameters(), model.parameters()):
                     average.mul_(0.999).add_(weight, alpha=0.001)
+    """,
+    "both factors of an adapter, zero": """
+        class Adapted(nn.Module):
+            def __init__(self, base):
+                super().__init__()
+                self.base = base.requires_grad_(False)
+                self.down = nn.Parameter(torch.empty(2, 8))
+                self.up = nn.Linear(2, 4, bias=False)
+                self.reset()
+            def reset(self):
+                nn.init.zeros_(self.up.weight)
+                nn.init.constant_(self.down, 0.0)  # expect: AMP626
+            def forward(self, x):
+                return self.base(x) + self.up(x @ self.down.T)
+
+        model = Adapted(mlp())
+        train(model, SGD([each for each in model.parameters() if each.requires_grad], lr=0.1))
     """,
     "all gradients zero": """
         model = mlp()

@@ -359,6 +359,7 @@ class GradientHealth:
         self.zeros: dict[str, int] = {}
         self.cast_at: dict[str, CallSite] = {}  # lines that made parameters 16 bits wide, as far as they are known
         self.zero_at: CallSite | None = None  # the operation whose gradient is zero, if that is known
+        self.zeroed_at: CallSite | None = None  # the line that fills weights with zeros, if all of them are zero
         self._merged: dict[str, Census] = {}
         self._merged_at = 0
         self.underflows: dict[str, Underflow] = {}  # of the last sample

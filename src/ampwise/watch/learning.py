@@ -89,6 +89,7 @@ class OutsideParameters:
     passes: int  # backward passes that were followed from the first to the last of these
     held: int  # other parameters of the model that an optimizer has
     fixed: bool  # loaded, or in evaluation mode: perhaps not meant to be trained
+    converted_at: CallSite | None = None  # the line that made an attribute of it, so that no module has it
     clip: WideClip | None = None  # that includes them
 
 

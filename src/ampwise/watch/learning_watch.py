@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from ampwise.watch.learning import (
     WideClip,
 )
 from ampwise.watch.loss_means import note_crossed_loss, note_diluted_mean, note_wrong_normalisation
+from ampwise.watch.made_code import converted_at
 from ampwise.watch.models import name_without_wrappers
 from ampwise.watch.tracked import TrackedOptimizer
 from ampwise.watch.tracker import CallTracker
@@ -45,6 +46,7 @@ EMPTY_STEPS = 12  # in a row, after which the next backward pass is looked at
 TRACED_BACK = 16  # parameters outside of optimizers
 MOST_SEARCHES = 4  # for the modules that own a parameter
 MOST_RESTARTS = 8  # a script may make modules in each step
+CONVERSIONS = 4  # between a parameter and the attribute of a module
 SAMPLED_TENSORS = 32
 SAMPLED_VALUES = 32  # of each
 STILL = 20  # steps in a row that change nothing, each of which is looked at; some optimizers apply one of several
@@ -163,6 +165,7 @@ class _Owner:
     position: int = 0  # among the parameters of the outermost module
     held: int = 0  # parameters of the outermost module that an optimizer has
     trained: bool = True  # the module itself is in training mode
+    converted_at: CallSite | None = None  # the line that made an attribute of the module from it
 
 
 class LearningWatch:
@@ -469,6 +472,27 @@ class LearningWatch:
                     held=held.get(id(root), 0),
                     trained=module.training,
                 )
+        if any(key not in owners for key in self._outside):
+            self._find_converted(owners, held)
+
+    def _find_converted(self, owners: Mapping[int, tuple[str, nn.Module, nn.Module]], held: Mapping[int, int]) -> None:
+        """Look for attributes of modules that are made of parameters without a module: ``nn.Parameter(x).float()``."""
+        roots = {id(root): root for _, _, root in owners.values()}.values()
+        parts = [(prefix, module, root) for root in roots for prefix, module in root.named_modules()]
+        for prefix, module, root in parts:
+            for name, value in vars(module).items():
+                leaf = _leaf_of(value) if isinstance(value, Tensor) else None
+                known = self._outside.get(id(leaf))
+                if known is None or known.ref() is not leaf or id(leaf) in owners:
+                    continue
+                known.owner = _Owner(
+                    model=type(root).__name__,
+                    key=id(root),
+                    name=name_without_wrappers(f"{prefix}.{name}".lstrip(".")),
+                    held=held.get(id(root), 0),
+                    trained=module.training,
+                    converted_at=converted_at(type(module), name),
+                )
 
     # Results
 
@@ -495,8 +519,8 @@ class LearningWatch:
         self._facts.outside = list(self._groups())
 
     def _groups(self) -> Iterator[OutsideParameters]:
-        groups: dict[tuple[int, bool], list[_Outside]] = {}
-        clips: dict[tuple[int, bool], WideClip | None] = {}
+        groups: dict[tuple[int, bool, CallSite | None], list[_Outside]] = {}
+        clips: dict[tuple[int, bool, CallSite | None], WideClip | None] = {}
         for key, known in self._outside.items():
             if known.changed or known.samples < 3:
                 continue
@@ -506,10 +530,10 @@ class LearningWatch:
             # A network on the output of the trained one is part of the loss; a loss may have parameters of its own.
             judges = known.after_trained and not owner.held and "." in owner.name
             fixed = is_loaded or judges or not owner.trained
-            group = (owner.key, fixed)
+            group = (owner.key, fixed, owner.converted_at)
             groups.setdefault(group, []).append(known)
             clips[group] = clips.get(group) or self._wide_clips.over([key])
-        for (key, fixed), members in groups.items():
+        for group, members in groups.items():
             members.sort(key=lambda each: each.owner.position if each.owner else 0)
             owner = members[0].owner or _Owner()
             yield OutsideParameters(
@@ -521,9 +545,21 @@ class LearningWatch:
                 last_step=max(each.last_step for each in members),
                 passes=max(each.last_pass for each in members) - min(each.first_pass for each in members),
                 held=owner.held,
-                fixed=fixed,
-                clip=clips[key, fixed],
+                fixed=group[1],
+                converted_at=group[2],
+                clip=clips[group],
             )
+
+
+def _leaf_of(value: Tensor) -> Tensor | None:
+    """Return the tensor that a conversion, or several, has made this one of; None if it is something else."""
+    node: Any = value.grad_fn
+    for _ in range(CONVERSIONS):
+        if node is None or hasattr(node, "variable"):
+            break
+        before = [each for each, _ in node.next_functions if each is not None]
+        node = before[0] if len(before) == 1 else None
+    return getattr(node, "variable", None)
 
 
 def _note_rate(use: OptimizerUse, optimizer: Any, step: int) -> None:

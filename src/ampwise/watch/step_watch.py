@@ -28,8 +28,9 @@ from ampwise.watch.graph_lines import GraphLines
 from ampwise.watch.half_averages import HalfAverages
 from ampwise.watch.inspection import dtype_name, is_capturing, parameters_of, precisions_of, stage_of, unwrapped
 from ampwise.watch.learning import Learning
-from ampwise.watch.learning_watch import LearningWatch, is_due
+from ampwise.watch.learning_watch import LearningWatch, is_due, is_plain
 from ampwise.watch.loop_watch import LoopWatch
+from ampwise.watch.made_code import zeroed_at
 from ampwise.watch.memory import OptimizerMemory
 from ampwise.watch.model_calls import KeptLoss, ModelCalls
 from ampwise.watch.models import Hook, Models, names_of, outermost_running_module
@@ -53,6 +54,7 @@ SEARCHED_PASSES = 2  # first passes of a model, in which a model that contains i
 ARMED_FOR = 3  # steps after a non-finite loss, in which activations are measured
 UPDATES_EVERY = 10  # steps between checks of whether BF16 weights change
 TIES_CHECKED_AT = (1, 8)  # steps of an optimizer
+FIRST_ZEROS = 2  # samples of gradients that are all zero, after which weights are looked at
 
 
 class StepWatch:
@@ -405,6 +407,8 @@ class StepWatch:
             health.add_sample(known.sample)
             if health.are_all_zero and health.zero_at is None:
                 self.skipper.follow_next_steps()
+                if health.samples == FIRST_ZEROS:
+                    health.zeroed_at = self._zeroed_at(index)
                 self.learning.find_zeros(partial(setattr, health, "zero_at"))
         if not known.finite and (known.bad or not row.finite):
             self._add_bad_step(health, known)
@@ -415,6 +419,30 @@ class StepWatch:
             self.record.step(row)
             if known.sample is not None and row.step % self.record.sample_every(row.step) == 0:
                 self.record.layers(known.sample)
+
+    def _zeroed_at(self, index: int) -> CallSite | None:
+        """Return the line that fills weights of an optimizer with zeros, if it has several, and all are zero."""
+        optimizer = next((each for each, state in self.tracker.optimizers.pairs() if state.index == index), None)
+        trained = [] if optimizer is None else [each for each in parameters_of(optimizer) if each.requires_grad]
+        every = [each for each in trained if each.dim() > 1]
+        weights = {id(each) for each in every}
+        if (
+            optimizer is None
+            or len(every) < 2
+            or not all(map(is_plain, every))
+            or any(bool(each.any()) for each in every)
+        ):
+            return None
+        found: list[CallSite] = []
+        for model in self.models.of(optimizer):
+            parts = dict(model.named_modules())
+            for path, module in parts.items():
+                outer, _, part = path.rpartition(".")
+                for name, each in module._parameters.items():
+                    if id(each) in weights:
+                        site = zeroed_at(type(module), name) or (part and zeroed_at(type(parts[outer]), part))
+                        found += [site] if site else []
+        return max(found, key=lambda site: site.line or 0, default=None)
 
     def _add_bad_step(self, health: GradientHealth, known: ReadStep) -> None:
         row, state = known.row, known.state

@@ -18,7 +18,8 @@ RULE = Rule(
         "The backward pass computes their gradients in every step, and nothing uses them: they keep the values of "
         "their initialisation. Nobody clears these gradients either. Usual causes: a module or a loss with parameters "
         "that was forgotten when the optimizer was made, a layer that was added afterwards, a filter by name that "
-        "leaves too much out."
+        "leaves too much out, "
+        "`self.w = nn.Parameter(x).float()`, which is a new tensor and no parameter of the module."
     ),
     fix="Give them to the optimizer, or freeze them with `requires_grad_(False)`, which also saves their gradients.",
     bad="criterion = ArcFace(64, 10)  # has a weight\noptimizer = SGD(model.parameters(), lr=0.1)",
@@ -56,14 +57,19 @@ def check_learning(facts: Learning) -> Findings:
                 evidence |= {"times": group.clip.spread, "links": {"explains": list(SPREAD_TO)}}
         until = f"steps {group.first_step} to {group.last_step}" if group.last_step > group.first_step else ""
         since = until or f"from step {group.first_step} on"
+        converted = (
+            ""
+            if group.converted_at is None
+            else "; what this line assigns is made of a parameter, and the module does not register it"
+        )
         is_serious = group.clip is not None and (spread or _is_left(group.clip) or group.clip.scaled)
         yield (IN_CLIP if is_serious else RULE).at(
-            place.but(
+            (place if group.converted_at is None else group.converted_at.place).but(
                 parameter=_full_name(group.names[0], group.model),
                 step=group.clip.first_bad if spread and group.clip is not None else None,
             ),
             f"{names}{model} got gradients in all {group.samples} backward passes that were looked at "
-            f"({since}), did not change, and no optimizer has them{have}{in_clip}",
+            f"({since}), did not change, and no optimizer has them{have}{converted}{in_clip}",
             evidence=evidence,
         )
 

@@ -14,8 +14,8 @@ RULE = Rule(
     summary="Every gradient is exactly zero at every sampled step.",
     why=(
         "No weight learns. The loss does not depend on the parameters any more (a factor of zero, an output that is "
-        "clamped or rounded, `argmax`), all units are off, or the gradients underflow. With momentum or weight decay "
-        "the weights still change, which hides it."
+        "clamped or rounded, `argmax`), all units are off, all weights start at zero, as both factors of an adapter, "
+        "or the gradients underflow. With momentum or weight decay the weights still change, which hides it."
     ),
     fix=(
         "Look at the last operations before the loss: `clamp`, `round`, `sign`, a mask, a factor of zero, a dead "
@@ -35,10 +35,14 @@ STEPS = 10
 
 def check_gradients(health: GradientHealth) -> Findings:
     if health.samples >= SAMPLES and health.steps >= STEPS and health.are_all_zero:
-        place = Place() if health.zero_at is None else health.zero_at.place
-        here = "" if health.zero_at is None else ": the backward pass of this operation makes them zero"
+        site = health.zeroed_at or health.zero_at
+        here = "" if site is None else ": the backward pass of this operation makes them zero"
+        if health.zeroed_at is not None:
+            here = (
+                ": all weights are filled with zeros; of two that are multiplied, each makes the other's gradient zero"
+            )
         yield RULE.at(
-            place.but(step=health.recent[0].last),
+            (Place() if site is None else site.place).but(step=health.recent[0].last),
             f"all {len(health.values)} gradients are exactly zero in all {health.samples} samples of {health.steps} "
             f"steps{here}",
             evidence={"samples": health.samples, "values": sum(health.values.values())},

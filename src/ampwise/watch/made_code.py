@@ -1,0 +1,69 @@
+"""Lines of a module's class that make or fill its parameters."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from functools import lru_cache
+
+from ampwise.finding.call_site import CallSite
+from ampwise.trace.call_site import code_owner
+from ampwise.trace.names_in_code import call_name, tree_of
+
+__all__ = ["converted_at", "zeroed_at"]
+
+ZEROS = ("zeros", "zeros_like", "zeros_", "zero_", "new_zeros")
+WITH_A_VALUE = ("constant_", "fill_", "full")
+
+
+@lru_cache(maxsize=64)
+def converted_at(kind: type, attribute: str) -> CallSite | None:
+    """Return the line that assigns to an attribute what is made of a new parameter: ``nn.Parameter(x).float()``."""
+    for file, cls in _classes(kind):
+        for node in ast.walk(cls):
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            calls = [each for each in ast.walk(node.value) if isinstance(each, ast.Call)]
+            is_made = any(call_name(each) == "Parameter" for each in calls) and call_name(node.value) != "Parameter"
+            if is_made and any(isinstance(each, ast.Attribute) and each.attr == attribute for each in targets):
+                return CallSite(file=file, line=node.lineno)
+    return None
+
+
+@lru_cache(maxsize=64)
+def zeroed_at(kind: type, attribute: str) -> CallSite | None:
+    """Return the last line of a class that fills a parameter, or one of a part of it, with zeros."""
+    found: list[CallSite] = []
+    for file, cls in _classes(kind):
+        for node in ast.walk(cls):
+            if not isinstance(node, ast.Assign | ast.Expr):
+                continue
+            calls = [each for each in ast.walk(node.value) if isinstance(each, ast.Call)]
+            if any(map(_makes_zeros, calls)) and any(
+                isinstance(each, ast.Attribute) and each.attr == attribute for each in ast.walk(node)
+            ):
+                found.append(CallSite(file=file, line=node.lineno))
+    return max(found, key=lambda site: site.line or 0, default=None)
+
+
+def _makes_zeros(call: ast.Call) -> bool:
+    name = call_name(call)
+    if name in ZEROS:
+        return True
+    return name in WITH_A_VALUE and any(isinstance(each, ast.Constant) and each.value == 0 for each in call.args)
+
+
+def _classes(kind: type) -> Iterator[tuple[str, ast.ClassDef]]:
+    """Yield the file and the source of a class and of its bases, as far as they are the script's own."""
+    for cls in kind.__mro__:
+        try:
+            file = inspect.getsourcefile(cls)
+        except TypeError:
+            continue
+        if file is None or code_owner(file) != "own":
+            continue
+        for node in ast.walk(tree_of(file) or ast.Module(body=[], type_ignores=[])):
+            if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
+                yield file, node
