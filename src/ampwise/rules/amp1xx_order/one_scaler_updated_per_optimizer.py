@@ -9,7 +9,7 @@ from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import Moment, Region, SourceEvent, SourceFile
+    from ampwise.check.source.types import Frame, Moment, Region, SourceEvent, SourceFile
     from ampwise.watch.run_events import ScalerUpdate
 
 RULE = Rule(
@@ -79,7 +79,8 @@ def _in_a_loop_over_optimizers(update: SourceEvent, region: Region) -> str | Non
     if any(event.kind in ("backward", "scaled backward") for event in inside) or update.frame is not loop.frame:
         return None
     names = _names_in(loop.node.target)
-    if any(isinstance(part, ast.If) and names & _names_in(part.test) for part in walk(loop.node)):
+    tests = [part.test for part in walk(loop.node) if isinstance(part, ast.If) and names & _names_in(part.test)]
+    if not all(_may_pick_none(test, loop.frame) for test in tests):
         return None  # it may select one of them
     for step in inside:
         if step.kind == "scaler step" and step.key == update.key and isinstance(step.node, ast.Call):
@@ -91,6 +92,18 @@ def _in_a_loop_over_optimizers(update: SourceEvent, region: Region) -> str | Non
             if of_loop and scaler is not None and scaler.partition(".")[0] not in names:
                 return "the scale may change before the other optimizers in this loop have stepped"
     return None
+
+
+def _may_pick_none(test: ast.expr, frame: Frame) -> bool:
+    """Return whether ``picked is not None and index != picked`` skips none in some mode: the code sets it to None."""
+    for part in test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else ():
+        if isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.IsNot) and _is_none(part.comparators[0]):
+            return any(_is_none(value.node) for value in frame.values(part.left))
+    return False
+
+
+def _is_none(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _names_in(node: ast.expr) -> set[str]:

@@ -9,6 +9,7 @@ from ampwise.check.source.accumulation import events_of_each_micro_batch
 from ampwise.check.source.guards import guards_of
 from ampwise.check.source.names import code_of, dotted_text, method_called
 from ampwise.check.source.precision import argument_of
+from ampwise.check.source.steps import BACKWARDS
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -59,14 +60,22 @@ def check_source(code: SourceFile) -> Findings:
 
 
 def _clears_what_accumulates(event: SourceEvent, window: AccumulationWindow) -> bool:
-    """Return whether this clears the only optimizer that is stepped, or the whole model."""
+    """Return whether this clears an optimizer that is stepped, or the whole model."""
     optimizers = window.optimizers
-    if len(optimizers) != 1 or not isinstance(event.node, ast.Call) or window.further_guards(event):
+    if not isinstance(event.node, ast.Call) or window.further_guards(event):
         return False
     clears_stepped = event.key is not None and event.key in optimizers
+    if len(optimizers) != 1:
+        return clears_stepped and _every_backward_accumulates(window)
     model, models = dotted_text(event.receiver) or "", event.frame.outline.models
     is_only_model = model in models and len(models) == 1
     return clears_stepped or is_only_model or model.rpartition(".")[2] in WHOLE_MODEL
+
+
+def _every_backward_accumulates(window: AccumulationWindow) -> bool:
+    """Return whether no optimizer has a backward of its own in the last micro-batch alone."""
+    accumulating = {backward for path in window.paths for backward in window.events_on(path, *BACKWARDS)}
+    return accumulating.issuperset(window.region.events_of(*BACKWARDS))
 
 
 def _cleared_before_wrapper(code: SourceFile) -> Iterator[ast.Call]:
