@@ -77,6 +77,10 @@ class AccumulationWindow:
         """Whether ``event`` has conditions that the backward has not, other than constant flags."""
         return any(not self._is_flag(guard) for guard in self.further_guards(event))
 
+    def steady(self, events: list[SourceEvent]) -> list[SourceEvent]:
+        """Return the events that every micro-batch has, or none of a run: only constant flags guard them."""
+        return [event for event in events if all(map(self._is_flag, self.region.own_guards(event)))]
+
     def further_guards(self, event: SourceEvent) -> list[BranchGuard]:
         """Return the guards of ``event`` that no backward has."""
         return [guard for guard in self.region.own_guards(event) if guard not in self._usual_guards]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.accelerators import cleared_while_accumulating
-from ampwise.check.source.accumulation import events_of_each_micro_batch
+from ampwise.check.source.accumulation import events_of_each_micro_batch, optimizer_of
 from ampwise.check.source.guards import guards_of
 from ampwise.check.source.names import code_of, dotted_text, method_called
 from ampwise.check.source.precision import argument_of
@@ -66,16 +66,24 @@ def _clears_what_accumulates(event: SourceEvent, window: AccumulationWindow) -> 
         return False
     clears_stepped = event.key is not None and event.key in optimizers
     if len(optimizers) != 1:
-        return clears_stepped and _every_backward_accumulates(window)
+        return clears_stepped and _all_before_its_step_accumulate(event, window)
     model, models = dotted_text(event.receiver) or "", event.frame.outline.models
     is_only_model = model in models and len(models) == 1
     return clears_stepped or is_only_model or model.rpartition(".")[2] in WHOLE_MODEL
 
 
-def _every_backward_accumulates(window: AccumulationWindow) -> bool:
-    """Return whether no optimizer has a backward of its own in the last micro-batch alone."""
-    accumulating = {backward for path in window.paths for backward in window.events_on(path, *BACKWARDS)}
-    return accumulating.issuperset(window.region.events_of(*BACKWARDS))
+def _all_before_its_step_accumulate(event: SourceEvent, window: AccumulationWindow) -> bool:
+    """Return whether no backward between this and the step belongs to some micro-batches alone, as a critic's may."""
+    last_ones: list[SourceEvent] = []
+    for path in window.region.paths if event in window.steady([event]) else ():
+        start = path.events.index(event) if event in path.events else len(path.events)
+        waiting: list[SourceEvent] = []
+        for later in path.events[start:]:
+            if later.kind in BACKWARDS:
+                waiting.append(later)
+            elif later in window.steps and optimizer_of(later) == event.key:
+                last_ones += waiting
+    return bool(last_ones) and set(last_ones) <= set(window.steady(window.backwards))
 
 
 def _cleared_before_wrapper(code: SourceFile) -> Iterator[ast.Call]:
