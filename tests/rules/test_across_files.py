@@ -246,6 +246,87 @@ def main(loader):
         optimizer.zero_grad()
 """
 TRAINS_SILENTLY = TRAINS_LOADED.replace("  # expect: AMP306", "")
+TASK = """
+import torch
+from torch import nn
+
+class Task(nn.Module):
+    def forward(self, x, y):
+        return self.net(x, y)
+
+    def before_step(self, scaler, optimizer):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)  # expect: AMP101
+"""
+TASK_UNSCALES = TASK.replace("        torch.nn", "        scaler.unscale_(optimizer)\n        torch.nn").replace(
+    "  # expect: AMP101", ""
+)
+TASK_OF_OTHERS = TASK.replace(
+    "        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)  # expect: AMP101", "        pass"
+)
+TASK_BY_PROTOCOL = TASK_OF_OTHERS.replace("from torch import nn", "from typing import Protocol").replace(
+    "nn.Module", "Protocol"
+)
+SCALER_BY_PROTOCOL = """
+import torch
+from typing import Protocol
+
+class Scales(Protocol):
+    def scale(self, loss): ...
+    def unscale_(self, optimizer): ...
+    def step(self, optimizer): ...
+    def update(self): ...
+
+def train(model, loader, optimizer, scaler: Scales):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda"):
+            loss = model(x, y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+"""
+RUNS_A_TASK = """
+import torch
+from task import Task
+
+class Trainer:
+    def __init__(self, make, wraps):
+        self.task, self.wraps = make(), wraps
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def unwrapped(self):
+        task: Task = self.task.module if self.wraps else self.task
+        return task
+
+    def train(self, loader, optimizer):
+        task = self.unwrapped()
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cuda"):
+                loss = task(x, y)
+            self.scaler.scale(loss).backward()
+            task.before_step(self.scaler, optimizer)
+            self.scaler.step(optimizer)
+            self.scaler.update()
+"""
+GETS_A_TASK = """
+import torch
+from task import Task
+
+def train(task: Task, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda"):
+            loss = task(x, y)
+        scaler.scale(loss).backward()
+        task.before_step(scaler, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
 CASES = {
     "weights loaded in BF16 by a helper": {
         "loading.py": LOADS_IN_BF16,
@@ -336,6 +417,12 @@ CASES = {
             "    optimizer.step()\n    optimizer.zero_grad()\n"
         ),
     },
+    "hook of an annotated class clips": {"task.py": TASK, "trainer.py": RUNS_A_TASK},
+    "hook of an annotated parameter clips": {"task.py": TASK, "trainer.py": GETS_A_TASK},
+    "hook of an annotated class unscales": {"task.py": TASK_UNSCALES, "trainer.py": RUNS_A_TASK},
+    "hook of an annotated class is empty": {"task.py": TASK_OF_OTHERS, "trainer.py": RUNS_A_TASK},
+    "hook of a protocol may clip": {"task.py": TASK_BY_PROTOCOL, "trainer.py": GETS_A_TASK},
+    "scaler of a protocol unscales": {"trainer.py": SCALER_BY_PROTOCOL},
     "base class clips": {"base.py": BASE, "scaled.py": SCALED},
     "base class clips what was unscaled": {
         "base.py": BASE.replace("  # expect: AMP101", ""),

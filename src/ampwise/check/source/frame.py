@@ -39,6 +39,7 @@ HOLD_FUNCTIONS = (*PARTIALS, "compile", "script")
 MOST_HOLDERS = 3  # around one function
 # Dictionaries of settings or saved states: what they hold under "optimizer" is not an optimizer.
 SETTINGS = LazyPattern(r"c(on)?fi?g|arg|opts?$|param|setting|ckpt|checkpoint|saved|load|state_dict|kw", re.IGNORECASE)
+INTERFACES = ("Protocol", "ABC")
 ARGUMENT_PARSERS = ("parse_args", "parse_known_args", "ArgumentParser")
 
 Given = TypeVar("Given")
@@ -314,7 +315,30 @@ class Frame:
             made = frame.definition(maker.func) if isinstance(maker, ast.Call) else None
             if isinstance(made, ClassOutline):
                 return made
-        return None
+        return self._class_annotated(node)
+
+    def _class_annotated(self, node: ast.expr) -> ClassOutline | None:
+        """Return the class that an annotation gives: of a parameter, a local name, or what a function returns."""
+        home = self.function.home_of(node.id) if isinstance(node, ast.Name) else None
+        if home is None or home.parent is None or not isinstance(node, ast.Name):
+            return None
+        bindings = [binding.node for binding in home.bindings.get(node.id, ())]
+        annotations = [home.annotations[node.id]] if node.id in home.annotations and not bindings else []
+        annotations += [one.annotation for one in bindings if isinstance(one, ast.AnnAssign)]
+        if len(annotations) == 1:
+            named = self.lookup.frame(home).definition(annotations[0])
+            return named if isinstance(named, ClassOutline) and not self._is_interface(named) else None
+        made = bindings[0].value if len(bindings) == 1 and isinstance(bindings[0], ast.Assign) else None
+        callee = self.callee(made) if isinstance(made, ast.Call) and home is self.function else None
+        returned = callee[0].returns if callee is not None and callee[0].name != "__init__" else []
+        if callee is None or len(returned) != 1 or not isinstance(returned[0], ast.Name):
+            return None
+        return self.lookup.frame(callee[0], callee[1])._class_annotated(returned[0])
+
+    def _is_interface(self, owner: ClassOutline) -> bool:
+        """Return whether a class only says which methods others have."""
+        bases = [base for cls in self.ancestry(owner) for base in cls.node.bases]
+        return any(last_name(base) in INTERFACES for base in bases)
 
     @once_per_function
     def class_of_settings(self, node: ast.expr) -> ClassOutline | None:
@@ -386,7 +410,7 @@ class Frame:
                 return (found, self.instance_of) if found else None
             owner = self.class_of(func.value)
             found = self.method(owner, func.attr) if owner else None
-            if found is not None:
+            if found is not None and not (found.is_abstract and self._class_annotated(func.value) is owner):
                 return found, owner
         held = self.values(func) if isinstance(func, ast.Name | ast.Attribute) else []
         if len(held) == 1 and held[0].node is func:
