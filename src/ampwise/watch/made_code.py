@@ -17,35 +17,50 @@ ZEROS = ("zeros", "zeros_like", "zeros_", "zero_", "new_zeros")
 WITH_A_VALUE = ("constant_", "fill_", "full")
 
 
-@lru_cache(maxsize=64)
 def converted_at(kind: type, attribute: str) -> CallSite | None:
     """Return the line that assigns to an attribute what is made of a new parameter: ``nn.Parameter(x).float()``."""
-    for file, cls in _classes(kind):
-        for node in ast.walk(cls):
-            if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
-                continue
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            calls = [each for each in ast.walk(node.value) if isinstance(each, ast.Call)]
-            is_made = any(call_name(each) == "Parameter" for each in calls) and call_name(node.value) != "Parameter"
-            if is_made and any(isinstance(each, ast.Attribute) and each.attr == attribute for each in targets):
-                return CallSite(file=file, line=node.lineno)
+    return next((site for each in _sources(kind) if (site := _converted_in(*each, attribute)) is not None), None)
+
+
+def zeroed_at(kind: type, attribute: str) -> CallSite | None:
+    """Return the last line of a class that fills a parameter, or one of a part of it, with zeros."""
+    return next((site for each in _sources(kind) if (site := _zeroed_in(*each, attribute)) is not None), None)
+
+
+def _sources(kind: type) -> Iterator[tuple[str, str]]:
+    """Yield the file and the name of a class and of its bases, as far as they are the script's own."""
+    for cls in kind.__mro__:
+        try:
+            file = inspect.getsourcefile(cls)
+        except TypeError:
+            continue
+        if file is not None and code_owner(file) == "own":
+            yield file, cls.__name__
+
+
+@lru_cache(maxsize=256)
+def _converted_in(file: str, name: str, attribute: str) -> CallSite | None:
+    for node in _nodes_of(file, name):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        calls = [each for each in ast.walk(node.value) if isinstance(each, ast.Call)]
+        is_made = any(call_name(each) == "Parameter" for each in calls) and call_name(node.value) != "Parameter"
+        if is_made and any(isinstance(each, ast.Attribute) and each.attr == attribute for each in targets):
+            return CallSite(file=file, line=node.lineno)
     return None
 
 
-@lru_cache(maxsize=64)
-def zeroed_at(kind: type, attribute: str) -> CallSite | None:
-    """Return the last line of a class that fills a parameter, or one of a part of it, with zeros."""
-    found: list[CallSite] = []
-    for file, cls in _classes(kind):
-        for node in ast.walk(cls):
-            if not isinstance(node, ast.Assign | ast.Expr):
-                continue
-            calls = [each for each in ast.walk(node.value) if isinstance(each, ast.Call)]
-            if any(map(_makes_zeros, calls)) and any(
-                isinstance(each, ast.Attribute) and each.attr == attribute for each in ast.walk(node)
-            ):
-                found.append(CallSite(file=file, line=node.lineno))
-    return max(found, key=lambda site: site.line or 0, default=None)
+@lru_cache(maxsize=256)
+def _zeroed_in(file: str, name: str, attribute: str) -> CallSite | None:
+    lines = [
+        node.lineno
+        for node in _nodes_of(file, name)
+        if isinstance(node, ast.Assign | ast.Expr)
+        and any(isinstance(each, ast.Call) and _makes_zeros(each) for each in ast.walk(node.value))
+        and any(isinstance(each, ast.Attribute) and each.attr == attribute for each in ast.walk(node))
+    ]
+    return CallSite(file=file, line=max(lines)) if lines else None
 
 
 def _makes_zeros(call: ast.Call) -> bool:
@@ -55,15 +70,8 @@ def _makes_zeros(call: ast.Call) -> bool:
     return name in WITH_A_VALUE and any(isinstance(each, ast.Constant) and each.value == 0 for each in call.args)
 
 
-def _classes(kind: type) -> Iterator[tuple[str, ast.ClassDef]]:
-    """Yield the file and the source of a class and of its bases, as far as they are the script's own."""
-    for cls in kind.__mro__:
-        try:
-            file = inspect.getsourcefile(cls)
-        except TypeError:
-            continue
-        if file is None or code_owner(file) != "own":
-            continue
-        for node in ast.walk(tree_of(file) or ast.Module(body=[], type_ignores=[])):
-            if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
-                yield file, node
+def _nodes_of(file: str, name: str) -> Iterator[ast.AST]:
+    """Yield the parts of the classes of a name in a file."""
+    for node in ast.walk(tree_of(file) or ast.Module(body=[], type_ignores=[])):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            yield from ast.walk(node)
