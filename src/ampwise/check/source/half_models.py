@@ -20,7 +20,7 @@ from ampwise.check.source.casts import (
 )
 from ampwise.check.source.dictionary_changes import changes_of
 from ampwise.check.source.events import EventContext, EventKind, SourceEvent
-from ampwise.check.source.frame import Frame
+from ampwise.check.source.frame import Frame, place_of
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.modes import dtype_in
@@ -74,6 +74,7 @@ DEEPEST_HELPER = 3  # that gives a model its adapters
 NAMED_BY = ("id", "attr", "arg", "name")  # the fields of syntax nodes that are names
 DEEPEST = 6  # names and calls between an optimizer and the module whose parameters it gets
 REGISTERS = ("__init__", "add_module", "register_module")  # a module as a part of another
+MOST_ALIASES = 48  # names and calls that may be one module
 
 
 @dataclass(slots=True, eq=False)
@@ -277,11 +278,12 @@ def _is_kept(name: ast.Name, init: FunctionOutline) -> bool:
 def _aliases(node: ast.expr, frame: Frame) -> Iterator[tuple[ast.expr, Frame, Conditions]]:
     """Yield what a module also is: what was passed, returned or wrapped, up to a cast, with the conditions."""
     pending: list[tuple[ast.expr, Frame, Conditions]] = [(node, frame, ALWAYS)]
-    seen: set[tuple[ast.expr, Frame]] = set()
+    seen: set[object] = set()
     for part, home, given in pending:
-        if (part, home) in seen or len(seen) > DEEPEST:
+        again = place_of(part), home.function, home.call, frozenset(given.items())
+        if again in seen or len(seen) > MOST_ALIASES:
             continue
-        seen.add((part, home))
+        seen.add(again)
         callee = home.callee(part) if isinstance(part, ast.Call) else None
         if isinstance(part, ast.Call) and callee is not None and callee[0].returns and len(home.callers()) < DEEPEST:
             inside = home.enter(callee[0], part, callee[1])
@@ -298,6 +300,8 @@ def _aliases(node: ast.expr, frame: Frame) -> Iterator[tuple[ast.expr, Frame, Co
                 inner = moved(part, home)
             if callee is not None and callee[0].name == "__init__":  # Wrapper(student) has its parameters
                 pending += [(word, home, given) for word in _kept_by(callee[0], home.enter(callee[0], part, callee[1]))]
+            if home.qualified(part.func) == "torch.nn.Sequential":
+                pending += [(layer, home, given) for layer in part.args if isinstance(layer, ast.Name | ast.Call)]
             if inner is not None and (not is_cast or (isinstance(statement, ast.Assign) and in_own_file)):
                 pending.append((inner, home, given))
         else:
