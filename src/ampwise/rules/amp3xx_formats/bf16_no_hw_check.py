@@ -295,8 +295,6 @@ def _tests(code: SourceFile) -> dict[ast.expr, bool]:
 def _else_is_bf16(node: ast.Compare, code: SourceFile) -> bool:
     """Whether a comparison such as ``major < 7`` chooses another dtype, and BF16 where it does not hold."""
     choice: ast.AST = node
-    body: Sequence[ast.AST]
-    other: Sequence[ast.AST]
     while isinstance(choice, ast.expr) and not isinstance(choice, ast.IfExp):
         choice = code.script.parents[choice]
     body: Sequence[ast.AST]
