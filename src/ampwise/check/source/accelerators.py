@@ -60,10 +60,10 @@ def _is_in_fp16(call: ast.Call, code: SourceFile) -> bool:
     )
 
 
-def is_prepared(optimizer: ast.expr, code: SourceFile) -> bool:
-    """Whether an accelerator certainly prepared an optimizer: ``optimizer = accelerator.prepare(optimizer)``."""
+def is_prepared(thing: ast.expr, code: SourceFile) -> bool:
+    """Whether an accelerator certainly prepared an optimizer or a model: ``net = accelerator.prepare(net)``."""
     for call in code.nodes(ast.Call):
-        if method_called(call) not in ("prepare", "prepare_optimizer"):
+        if method_called(call) not in ("prepare", "prepare_optimizer", "prepare_model"):
             continue
         statement = code.script.statement(call)
         frame = code.frame(code.function_at(call))
@@ -71,7 +71,7 @@ def is_prepared(optimizer: ast.expr, code: SourceFile) -> bool:
             goals = [
                 part for goal in statement.targets for part in (goal.elts if isinstance(goal, ast.Tuple) else [goal])
             ]
-            if last_name(optimizer) in [last_name(goal) for goal in goals]:
+            if last_name(thing) in [last_name(goal) for goal in goals]:
                 return True
     return False
 

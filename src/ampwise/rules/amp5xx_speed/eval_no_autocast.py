@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.accelerators import is_prepared
 from ampwise.check.source.call_events import ANYTHING, is_model
 from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.lazy_pattern import LazyPattern
@@ -188,7 +189,7 @@ class EvaluationCode:
                 frames = one.context.frame.callers()
                 for node in (one.node, *[frame.call for frame in frames]):
                     self.wrapped.setdefault(node, set()).update([frame.function for frame in frames])
-        self.text = code.script.text
+        self.code, self.text = code, code.script.text
 
     def is_wrapped(self, node: ast.AST, evaluation: Frame) -> bool:
         """Whether the evaluation runs a call, or a part of what is called, under autocast."""
@@ -216,6 +217,8 @@ class EvaluationCode:
             return None
         if _is_branch_without_autocast(event, inside) or _casts(event, frame) or _may_be_wrapped(event, frame):
             return None
+        if self._asks_beside_autocast(event, frame) or _is_accelerated(event, self.code):
+            return None
         eval_mode = ".eval()" in frame.function.text
         is_another = bool(trained) and event.key is not None and event.key not in trained
         if _trains(frame):  # targets are computed without gradients too: it is validation only after model.eval()
@@ -227,6 +230,17 @@ class EvaluationCode:
         is_evaluation = context.no_grad or (eval_mode and not is_train) or (loop is not None and named is not None)
         return frame if is_evaluation else None
 
+    def _asks_beside_autocast(self, event: SourceEvent, frame: Frame) -> bool:
+        """Whether this only asks a model for something, a scale, say, whose forward the evaluation autocasts."""
+        call = event.node
+        if not isinstance(call, ast.Call):
+            return False
+        given = [each for each in call.args if not isinstance(each, ast.Constant)]
+        runs_it = event.frame.key(call.func) == event.key and len(given) > len(call.args) / 2
+        return not runs_it and any(
+            one.key == event.key and one.context.autocasts and frame in one.frame.callers() for one in self.forwards
+        )
+
     def _of_branch(self, event: SourceEvent) -> Frame | None:
         """Return the frame of a loop whose branch for evaluation has no autocast."""
         loops = event.context.loops
@@ -236,6 +250,12 @@ class EvaluationCode:
         others = [one for one in events_in(loops[-1].block) if one.kind == "forward" and one.context.autocasts]
         shared = any(_phase(one.context.guards) != TRAINING for one in others)
         return None if shared or _casts(event, frame) or _may_be_wrapped(event, frame) else frame
+
+
+def _is_accelerated(event: SourceEvent, code: SourceFile) -> bool:
+    """Whether Accelerate prepared the model, whose forward it then runs under autocast, everywhere."""
+    func = event.node.func if isinstance(event.node, ast.Call) else None
+    return isinstance(func, ast.Name | ast.Attribute) and "ccelerator" in code.script.text and is_prepared(func, code)
 
 
 def _is_verb(event: SourceEvent) -> bool:
