@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import linecache
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -15,6 +16,7 @@ __all__ = ["average_made_at", "dropped_updates", "is_only_updated", "made_by_cla
 AVERAGE = re.compile(
     r"(?:^|_)(?:ema|swa|avg|averaged?|polyak|shadow)(?:_|\d|$)|EMA|Ema(?![a-z])|Average|Averaging|Polyak|SWA"
 )
+SAYS_AVERAGE = re.compile(r"(?<![a-zA-Z])(?:ema|swa|avg|average|polyak|shadow)|EMA|Ema|Averag|Polyak|SWA")
 UPDATES = re.compile(r"(?:^|_)(?:update|accumulate|step)(?:_|$)|^__call__$")  # functions that update, and nothing else
 MODES = ("eval", "train", "to", "cuda", "cpu", "requires_grad_")
 NEW = ("mul", "lerp", "clone")  # methods that make a new tensor, and are in the update of an average
@@ -67,9 +69,11 @@ def _last(node: ast.AST) -> str:
 # Updates whose result is dropped
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)  # all files of a script's own code are asked about
 def dropped_updates(file: str) -> tuple[CallSite, ...]:
     """Return the statements of a file that are to update an average, and only make new values that nothing uses."""
+    if not any(map(SAYS_AVERAGE.search, linecache.getlines(file))):
+        return ()
     tree = tree_of(file)
     found: dict[int, None] = {}
     functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)] if tree is not None else []
