@@ -14,7 +14,16 @@ from typing import NamedTuple, TypeVar
 
 from ampwise.finding.call_site import CallSite
 
-__all__ = ["StackLine", "calling_site", "code_owner", "current_line", "is_recomputed", "site_of", "stop_stack_search"]
+__all__ = [
+    "StackLine",
+    "calling_site",
+    "code_owner",
+    "current_line",
+    "is_recomputed",
+    "own_files",
+    "site_of",
+    "stop_stack_search",
+]
 
 SKIPPED_PACKAGES = ("torch", "ampwise")
 MAX_FRAMES = 300
@@ -96,6 +105,12 @@ def site_of(
         called_from="" if called_from is None else f"{Path(called_from[0]).name}:{called_from[1]}",
         span=span,
     )
+
+
+def own_files() -> list[str]:
+    """Return the imported files of the script's own code."""
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    return sorted(file for file in files if file.endswith(".py") and code_owner(file) == "own")
 
 
 @lru_cache(maxsize=4096)

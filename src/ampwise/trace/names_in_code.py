@@ -23,6 +23,7 @@ __all__ = [
     "calls_in",
     "changed_names",
     "free_names",
+    "nodes_of",
     "root_name",
     "scopes_of",
     "tree_of",
@@ -85,6 +86,12 @@ def tree_of(file: str) -> ast.Module | None:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):
         return None
+
+
+def nodes_of(file: str) -> Iterator[ast.AST]:
+    """Yield the nodes of a file's source; none if it has none, or it is not Python."""
+    tree = tree_of(file)
+    return iter(()) if tree is None else ast.walk(tree)
 
 
 def uninitialised_at(kind: type, attribute: str) -> CallSite:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from ampwise.finding.call_site import CallSite
-from ampwise.trace.names_in_code import FUNCTIONS, bound_names, call_name, root_name, tree_of
+from ampwise.trace.names_in_code import FUNCTIONS, bound_names, call_name, nodes_of, root_name, tree_of
 
 __all__ = ["average_made_at", "dropped_updates", "is_only_updated", "made_by_class_at", "never_updated"]
 
@@ -40,20 +40,20 @@ def made_by_class_at(init: CallSite) -> CallSite | None:
         return None
     made = [
         node.lineno
-        for node in ast.walk(tree_of(init.file or "") or ast.Module([], []))
+        for node in nodes_of(init.file or "")
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and call_name(node.value) == classes[-1]
     ]
     return CallSite(file=init.file, line=made[0]) if len(made) == 1 else None
 
 
 def _statement_at(site: CallSite) -> ast.stmt | None:
-    nodes = ast.walk(tree_of(site.file or "") or ast.Module([], []))
+    nodes = nodes_of(site.file or "")
     found = [node for node in nodes if isinstance(node, ast.Assign) and _covers(node, site.line or 0)]
     return found[-1] if found else None
 
 
 def _around(site: CallSite) -> list[ast.AST]:
-    nodes = ast.walk(tree_of(site.file or "") or ast.Module([], []))
+    nodes = nodes_of(site.file or "")
     return [node for node in nodes if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and _covers(node, site.line or 0)]
 
 

@@ -24,14 +24,13 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, dataloader, default_collate
 
 from ampwise.trace.call_arguments import outer_variables
-from ampwise.trace.call_site import code_owner
+from ampwise.trace.call_site import code_owner, own_files
 from ampwise.trace.diagnosis import NAMED_SAMPLES
 from ampwise.trace.failure import Failure
 from ampwise.trace.failure_facts import BadTensor, DataOrigin
 from ampwise.trace.op_inspection import values_of
 from ampwise.trace.value_ranges import bytes_of, readable_values
 from ampwise.watch.batch_origin import GUARD, Observation
-from ampwise.watch.freezing_code import own_files
 from ampwise.watch.inspection import version_of
 from ampwise.watch.numpy_errors import KINDS, NumpyWarnings, is_bad
 from ampwise.watch.patches import Patches

@@ -5,14 +5,21 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ampwise.finding.call_site import CallSite
-from ampwise.trace.call_site import code_owner
-from ampwise.trace.names_in_code import BUILTINS, FUNCTIONS, bound_names, call_name, free_names, root_name, tree_of
+from ampwise.trace.names_in_code import (
+    BUILTINS,
+    FUNCTIONS,
+    bound_names,
+    call_name,
+    free_names,
+    nodes_of,
+    root_name,
+    tree_of,
+)
 
 __all__ = [
     "Idle",
@@ -23,7 +30,6 @@ __all__ = [
     "idle_freezes",
     "is_misspelled",
     "module_frozen_at",
-    "own_files",
     "says_frozen",
 ]
 
@@ -45,12 +51,6 @@ class Idle:
     settings: frozenset[str] = frozenset()  # names that the condition reads from outside of the loop
 
 
-def own_files() -> list[str]:
-    """Return the files of the script's own code."""
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    return sorted(file for file in files if file.endswith(".py") and code_owner(file) == "own")
-
-
 def is_misspelled(name: str) -> bool:
     """Whether an attribute is meant to be ``requires_grad``, and is another one."""
     return name != "requires_grad" and (name == OF_KERAS or MISSPELLED.fullmatch(name) is not None)
@@ -61,7 +61,7 @@ def attribute_set_at(name: str, files: tuple[str, ...]) -> CallSite | None:
     """Return the first line that sets an attribute of this name to False; None if the script reads it anywhere."""
     found: list[CallSite] = []
     for file in files:
-        for node in ast.walk(tree_of(file) or ast.Module([], [])):
+        for node in nodes_of(file):
             if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load):
                 return None
             if isinstance(node, ast.Constant) and node.value == name:  # getattr(parameter, name)
@@ -79,7 +79,7 @@ def module_frozen_at(name: str, files: tuple[str, ...]) -> CallSite | None:
     """
     found: dict[bool, list[CallSite]] = {True: [], False: []}  # by whether the line has the name
     for file in files:
-        nodes = list(ast.walk(tree_of(file) or ast.Module([], [])))
+        nodes = list(nodes_of(file))
         over = {id(node): each for each in nodes if isinstance(each, ast.For) for node in ast.walk(each)}
         for node in nodes:
             if isinstance(node, ast.Assign) and _sets(node, "requires_grad"):
@@ -252,7 +252,7 @@ def gives_freeze(site: CallSite) -> bool:
     """Whether the ``from_pretrained`` in a line is told whether to freeze, or this is unclear."""
     calls = [
         node
-        for node in ast.walk(tree_of(site.file or "") or ast.Module([], []))
+        for node in nodes_of(site.file or "")
         if isinstance(node, ast.Call)
         and call_name(node) == "from_pretrained"
         and node.lineno <= (site.line or 0) <= (node.end_lineno or 0)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ampwise.finding.call_site import CallSite
-from ampwise.trace.call_site import calling_site, code_owner
+from ampwise.trace.call_site import calling_site, code_owner, own_files
 from ampwise.watch.freezing_code import (
     attribute_set_at,
     freezes_at,
@@ -22,7 +22,6 @@ from ampwise.watch.freezing_code import (
     idle_freezes,
     is_misspelled,
     module_frozen_at,
-    own_files,
     says_frozen,
 )
 from ampwise.watch.learning import HeldFrozen, IdleFreeze, Learning, OptimizerUse

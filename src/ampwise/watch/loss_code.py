@@ -23,8 +23,8 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ampwise.finding.call_site import CallSite
-from ampwise.trace.call_site import code_owner
-from ampwise.trace.names_in_code import FUNCTIONS, call_name, tree_of
+from ampwise.trace.call_site import code_owner, own_files
+from ampwise.trace.names_in_code import FUNCTIONS, call_name, nodes_of, tree_of
 from ampwise.trace.replay import is_finite
 from ampwise.trace.value_ranges import bytes_of
 from ampwise.watch.code_slice import (
@@ -286,7 +286,7 @@ def only_assignment_of(key: str, near: str | None) -> CallSite | None:
     """
     found = _assignments(key, {near or ""})
     if not found:
-        found = _assignments(key, {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())})
+        found = _assignments(key, set(own_files()))
     return found[0] if len(found) == 1 else None
 
 
@@ -295,7 +295,7 @@ def _assignments(key: str, files: Set[str]) -> list[CallSite]:
         CallSite(file=file, line=node.lineno)
         for file in files
         if file.endswith(".py") and code_owner(file) == "own" and _has_item(key, file)
-        for node in ast.walk(tree_of(file) or ast.Module(body=[], type_ignores=[]))
+        for node in nodes_of(file)
         if isinstance(node, ast.Subscript)
         and isinstance(node.ctx, ast.Store)
         and isinstance(node.slice, ast.Constant)

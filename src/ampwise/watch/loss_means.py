@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from ampwise.finding.call_site import CallSite
-from ampwise.trace.call_site import calling_site, code_owner
-from ampwise.trace.names_in_code import FUNCTIONS, bound_names, call_name, free_names, root_name, tree_of
+from ampwise.trace.call_site import calling_site, own_files
+from ampwise.trace.names_in_code import FUNCTIONS, bound_names, call_name, free_names, nodes_of, root_name, tree_of
 from ampwise.watch.graph_lines import GraphLines, line_of
 from ampwise.watch.inspection import ARITHMETIC, AVERAGING, MOVING
 from ampwise.watch.learning import CountedCalls, DilutedMean, Learning
@@ -155,13 +154,11 @@ def _only_call_of(name: str) -> CallSite | None:
     """Return the only line that calls a function, or else makes a module, of this name: in the file of the loss, or
     else in all of the script's own code."""
     here = calling_site().file or ""
-    others = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())} - {here}
-    own = [file for file in others if file.endswith(".py") and code_owner(file) == "own"]
-    for files in ([here], own):
+    for files in ([here], [file for file in own_files() if file != here]):
         calls = [
             (call_name(node), CallSite(file=file, line=node.lineno))
             for file in files
-            for node in ast.walk(tree_of(file) or ast.Module(body=[], type_ignores=[]))
+            for node in nodes_of(file)
             if isinstance(node, ast.Call) and call_name(node).lower() == name
         ]
         found = [site for called, site in calls if called == name] or [site for _, site in calls]

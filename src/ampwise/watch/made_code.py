@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import code_owner
-from ampwise.trace.names_in_code import call_name, tree_of
+from ampwise.trace.names_in_code import call_name, nodes_of
 
 __all__ = ["converted_at", "zeroed_at"]
 
@@ -72,6 +72,6 @@ def _makes_zeros(call: ast.Call) -> bool:
 
 def _nodes_of(file: str, name: str) -> Iterator[ast.AST]:
     """Yield the parts of the classes of a name in a file."""
-    for node in ast.walk(tree_of(file) or ast.Module(body=[], type_ignores=[])):
+    for node in nodes_of(file):
         if isinstance(node, ast.ClassDef) and node.name == name:
             yield from ast.walk(node)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site, code_owner
-from ampwise.trace.names_in_code import tree_of
+from ampwise.trace.names_in_code import nodes_of
 from ampwise.watch.inspection import parameters_of
 from ampwise.watch.learning import CountedCalls, Learning
 
@@ -131,7 +131,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @lru_cache(maxsize=256)
 def _makes_views(file: str, line: int) -> bool:
     """Whether a line makes a dictionary of views of a state's values: ``{k: v.detach() for k, v in ...}``."""
-    nodes = ast.walk(tree_of(file) or ast.Module(body=[], type_ignores=[]))
+    nodes = nodes_of(file)
     return any(
         isinstance(node, ast.DictComp) and node.lineno <= line <= (node.end_lineno or line) and _is_view(node.value)
         for node in nodes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ampwise.finding.call_site import CallSite
-from ampwise.trace.call_site import calling_site
+from ampwise.trace.call_site import calling_site, own_files
 from ampwise.watch.average_code import (
     average_made_at,
     dropped_updates,
@@ -18,7 +18,6 @@ from ampwise.watch.average_code import (
     made_by_class_at,
     never_updated,
 )
-from ampwise.watch.freezing_code import own_files
 from ampwise.watch.learning import IdleAverage, Learning
 from ampwise.watch.learning_watch import is_plain
 
