@@ -154,7 +154,7 @@ class Failure:
             if by_lr or self.kind == "exploding-update" or (self.kind == "optimizer-division" and self.origin is None):
                 return facts.made_at
         bounds = [each for each in self.origin.literals if each.is_bound] if self.origin is not None else []
-        if bounds and bounds[0].site.file and self.kind in OF_BOUNDS:  # the guard, which is none in this format
+        if bounds and bounds[0].site.file and self.kind in OF_BOUNDS:  # a guard without effect in this format
             return bounds[0].site
         if self.source is not None and self.source.drawn is not None and self.source.drawn.site.file:
             return self.source.drawn.site

@@ -249,7 +249,7 @@ def _only_sets(statement: ast.For | ast.Expr, name: str | None) -> bool:
 
 
 def gives_freeze(site: CallSite) -> bool:
-    """Whether the ``from_pretrained`` in a line is told whether to freeze, or this is unclear."""
+    """Whether the ``from_pretrained`` in a line says whether to freeze, or this is unclear."""
     calls = [
         node
         for node in nodes_of(site.file or "")
