@@ -6,6 +6,9 @@
 gpt1300m, d4096   a GPT of 1.3 B parameters, and one of 8 layers and width 4096: BF16 against every recipe.
 roofline_gpt1300m, roofline_d4096
                   where the time of their steps goes, kernel by kernel, and what FP8 could gain at most.
+block             Fp8("block") in turns with BF16 and with current scales, in both of them.
+block_casts       what its casts take, against a copy and against the cast of current scales.
+accumulate        steps of four micro-batches: weights cast once per step, against once per micro-batch.
 layers_5b         the four linear layers of a block of a GPT of 5 B parameters, alone: with casts, and matmuls only.
 never_slower_compiled, never_slower_eager
                   Fp8("measured") against BF16 on the four models of benchmarks/subjects.py.
@@ -21,18 +24,24 @@ import importlib
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ampwise import Engine, Fp8
-from ampwise.train.float8.fp8_cast import E4M3, E5M2
-from ampwise.train.float8.layer_forward import AmpwiseForward, install_forward
+from ampwise.train.float8.backends import make_forward
+from ampwise.train.float8.block_cast import cast_to_strips, cast_to_tiles
+from ampwise.train.float8.block_check import blas_has_blocks
+from ampwise.train.float8.block_matmul import block_matmul
+from ampwise.train.float8.fp8_cast import E4M3, E5M2, cast_to_fp8
+from ampwise.train.float8.layer_forward import install_forward
+from ampwise.train.precision.contexts import NO_CONTEXT
 from ampwise.tune.train_case import TrainCase, make_factory
 from benchmarks import subjects
 from benchmarks.gpt import GPT, Shape
-from benchmarks.harness import Contender, Result, Times, alternate, note, publish_parts
+from benchmarks.harness import Contender, Result, Times, alternate, gpu_ms, note, publish_parts
 from benchmarks.subjects import GPT_1_3B
 
 __all__ = ["main"]
@@ -44,21 +53,23 @@ CLAIM = (
     "Whole training steps (forward, backward, clip to 1.0, fused AdamW), compiled block by block, each in turns with "
     "BF16; × is the median of ratios within a round, low and high the least and the most."
 )
-OURS = ("current", "delayed")  # "measured" has a part of its own: its choice takes longer than the race
+OURS = ("current", "delayed", "block")  # "measured" has a part of its own: its choice takes longer than the race
 MEASURED = Fp8("measured", backend="ampwise")  # torchao's recipes, compiled for each shape, would take minutes more
 AUTO = Fp8("auto")
 TORCHAO = ("tensorwise", "rowwise")
+BLOCK = ("current", "block")
 BF16 = "BF16"
 FP8_MATMULS, BF16_MATMULS, CASTS, OTHER = "matmuls in FP8", "matmuls in BF16", "casts to FP8", "other"
 KINDS = {  # kernels by name, the first that fits; cuBLAS writes FP8 operands as q and r
-    FP8_MATMULS: r"nvjet_\w*_q[qr]|e4m3|e5m2",
+    FP8_MATMULS: r"nvjet_\w*_q[qr]|e4m3|e5m2|^multiply_blocks_kernel",
     BF16_MATMULS: r"nvjet|gemm|cutlass|xmma",
     "attention": r"sdpa|flash|fmha|cudnn",
-    CASTS: r"^(cast|amax|transpose)_kernel",
+    CASTS: r"^(cast|cast_strips|cast_tiles|amax|transpose)_kernel",
     "clip and optimizer": r"adam|check_kernel|multi_tensor|decide",
     "fused by torch.compile": r"^triton_",
 }
 TOKENS_5B = 31 * 512
+LAYERS_BY = ("bf16", "fp8", "blocks")
 LAYERS_5B = (
     ("queries, keys, values", 4096, 3 * 4096),
     ("projection", 4096, 4096),
@@ -67,6 +78,7 @@ LAYERS_5B = (
 )
 H200_FP8 = 1979e12  # dense, datasheet
 ROUNDS, CALLS = 7, 3
+MICRO_BATCHES = 4
 
 
 class Trained:
@@ -81,8 +93,10 @@ class Trained:
         converted: str = "",
         compiled: bool,
         graph: bool = False,
+        micro_batches: int = 1,
     ) -> None:
         torch.manual_seed(0)
+        self.micro_batches = micro_batches
         self.name = name
         self.subject: TrainCase = make_factory(make, name).make(torch.device("cuda"))
         if converted:
@@ -90,14 +104,16 @@ class Trained:
         optimizer = torch.optim.AdamW(self.subject.parameters, lr=1e-5, fused=True)
         model = self.subject.model
         self.engine = Engine(
-            model, optimizer, Fp8(fp8) if isinstance(fp8, str) else fp8 or "bf16", clip_norm=1.0, graph=graph
-        )
+            model, optimizer, Fp8(fp8) if isinstance(fp8, str) else fp8 or "bf16", clip_norm=1.0, graph=graph,
+            accumulate=micro_batches,
+        )  # fmt: skip
         self.steps, self.loss = 0, float("nan")
         if compiled:
             model.compile_parts() if isinstance(model, GPT) else model.compile(dynamic=False)
 
     def __call__(self) -> None:
-        step = self.engine.step(self.subject.loss_fn, *self.subject.args, **self.subject.kwargs)
+        for _ in range(self.micro_batches):
+            step = self.engine.step(self.subject.loss_fn, *self.subject.args, **self.subject.kwargs)
         self.steps += 1
         if self.steps == LOSS_AT:
             self.loss = step.loss
@@ -219,25 +235,152 @@ def roofline(name: str, shape: Shape) -> Result:
     return result
 
 
+def blocks() -> Result:
+    """A scale for each block against one for each tensor: whole steps, and what their kernels take."""
+    result = Result(
+        name="fp8_block_gpu",
+        title="FP8 with a scale for each block",
+        claim="Whole training steps as above, of three contenders in turns; × are medians of ratios within a round, "
+        "low and high of those over BF16. Kernels from a profile of two steps after the race.",
+        columns=[
+            "model", "contender", "step ms", "× over BF16", "low", "high", "× over current", "FP8 matmuls ms",
+            "casts ms", "own matmuls", f"loss at step {LOSS_AT}", "layers in FP8",
+        ],
+    )  # fmt: skip
+    for shape in (GPT_1_3B, D4096):
+        result.rows += _block_rows(shape)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return result
+
+
+def _block_rows(shape: Shape) -> list[list[str | float]]:
+    def make(batch: int = shape.batch) -> Any:
+        return subjects.gpt(shape)
+
+    torch._dynamo.reset()
+    several = [Trained(BF16, make, None, compiled=True), *(Trained(each, make, each, compiled=True) for each in BLOCK)]
+    for each in several:
+        for _ in range(4):
+            each()
+    times = alternate([Contender(name=each.name, work=each) for each in several], rounds=ROUNDS, calls=CALLS)
+    rows: list[list[str | float]] = []
+    for each, its in zip(several, times, strict=True):
+        spent = kernel_ms(each)
+        over = [a / b for a, b in zip(times[0].ms, its.ms, strict=True)]
+        rows.append([
+            shape.name, each.name, its.median_ms, statistics.median(over), min(over), max(over),
+            times[1].ratio(its), spent.get(FP8_MATMULS, 0.0), spent.get(CASTS, 0.0),
+            _by_own_kernel() if each.name == BLOCK[1] else "-", each.loss, each.layers,
+        ])  # fmt: skip
+        note(f"{shape.name}, {each.name}: {its.median_ms:.4g} ms, ×{statistics.median(over):.3f}")
+    return rows
+
+
+def _by_own_kernel() -> str:
+    return "no" if blas_has_blocks(torch.device("cuda", torch.cuda.current_device())) else "yes"
+
+
+def accumulate() -> Result:
+    """Weights cast once per step against weights cast in each micro-batch, the rest being equal."""
+    result = Result(
+        name="fp8_accumulate_gpu",
+        title=f"FP8 with current scales, steps of {MICRO_BATCHES} micro-batches, {GPT_1_3B.name}",
+        claim="Whole training steps, compiled block by block, of all contenders in turns; × are medians of ratios "
+        "within a round, low and high of those over casts in each micro-batch. Casts from a profile after the race.",
+        columns=["contender", "step ms", "× over BF16", "× over each", "low", "high", "casts ms", "loss", "peak GiB"],
+    )
+
+    def make(batch: int = GPT_1_3B.batch) -> Any:
+        return subjects.gpt(GPT_1_3B)
+
+    torch._dynamo.reset()
+    several = [
+        Trained(name, make, fp8, compiled=True, micro_batches=MICRO_BATCHES)
+        for name, fp8 in ((BF16, None), ("weights cast in each micro-batch", "current"), ("once per step", "current"))
+    ]
+    before_kept: Any = several[1].engine._plugin
+    before_kept.micro_batch_context = lambda first: NO_CONTEXT
+    peaks = []
+    for each in several:
+        for _ in range(3):
+            each()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        each()
+        torch.cuda.synchronize()
+        peaks.append((torch.cuda.max_memory_allocated() - before + _held(each)) / 2**30)
+    times = alternate([Contender(name=each.name, work=each) for each in several], rounds=ROUNDS, calls=CALLS)
+    for each, its, peak in zip(several, times, peaks, strict=True):
+        over = [a / b for a, b in zip(times[1].ms, its.ms, strict=True)]
+        result.rows.append([
+            each.name, its.median_ms, times[0].ratio(its), statistics.median(over), min(over), max(over),
+            kernel_ms(each).get(CASTS, 0.0), each.loss, peak,
+        ])  # fmt: skip
+        note(f"{each.name}: {its.median_ms:.4g} ms, ×{statistics.median(over):.3f}")
+    result.notes.append(
+        "Peaks are those within a step over what is allocated before it, and weights and the optimizer's state; kept "
+        "copies, 2 bytes per weight, are allocated before."
+    )
+    return result
+
+
+def block_casts() -> Result:
+    """The casts alone, and how fast they move their bytes."""
+    result = Result(
+        name="fp8_block_casts_gpu",
+        title="Casts to FP8 with a scale for each block, alone",
+        claim="Median of 30 replays of a CUDA graph; share: of a copy's bandwidth, in bytes read once and written once "
+        "in both layouts. The cast of current scales reads twice where no kernel before it finds the magnitude.",
+        columns=["cast", "dtype", "rows", "columns", "µs", "share of a copy", "current µs"],
+    )
+    for rows, columns in ((8192, 2048), (8192, 8192), (15872, 16384)):
+        x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+        weight = torch.randn(columns, 2048, device="cuda")
+        for name, values, cast in (
+            ("activation", x, partial(cast_to_strips, rows=True, columns=True)),
+            ("gradient, with sums", x, partial(cast_to_strips, rows=True, columns=True, sums=True)),
+            ("weight", weight, partial(cast_to_tiles, rows=True, columns=True)),
+            ("weight", weight.bfloat16(), partial(cast_to_tiles, rows=True, columns=True)),
+        ):
+            current = partial(cast_to_fp8, scale=None, e5m2=False, rows=True, columns=True, sums=name.endswith("sums"))
+            copied, own, other = (gpu_ms(partial(each, values)) for each in (torch.clone, cast, current))
+            moved = (values.element_size() + 2) / (2 * values.element_size())
+            dtype = str(values.dtype).removeprefix("torch.")
+            result.rows.append([name, dtype, *values.shape, own * 1e3, copied * moved / own, other * 1e3])
+    return result
+
+
 def layers_5b() -> Result:
     """Linear layers alone, in the shapes for which NVIDIA publishes Transformer Engine's gains."""
     result = Result(
         name="fp8_layers_gpu",
-        title=f"Linear layers alone, {TOKENS_5B} tokens: FP8 with current scales",
+        title=f"Linear layers alone, {TOKENS_5B} tokens: FP8 with current scales, and with a scale for each block",
         claim="Forward and backward of each layer, compiled, with weights and inputs in BF16 and all casts; and the "
         "same three matmuls of operands that are in FP8 already. In turns with BF16.",
-        columns=["layer", "inputs", "outputs", "BF16 ms", "FP8 ms", "× over BF16", "matmuls BF16 ms", "FP8 ms", "×"],
-    )
-    sums = [0.0] * 4
+        columns=[
+            "layer", "inputs", "outputs", "BF16 ms", "FP8 ms", "× over BF16", "blocks ms", "× over BF16",
+            "matmuls BF16 ms", "FP8 ms", "×", "blocks ms", "×",
+        ],
+    )  # fmt: skip
+    sums = [0.0] * 6
     for name, inputs, outputs in LAYERS_5B:
         torch._dynamo.reset()
-        whole = alternate([_layer("bf16", inputs, outputs), _layer("fp8", inputs, outputs)], rounds=ROUNDS, calls=20)
-        bare = alternate([_matmuls("bf16", inputs, outputs), _matmuls("fp8", inputs, outputs)], rounds=ROUNDS, calls=20)
-        ms = [each.median_ms for each in (*whole, *bare)]
+        cells: list[str | float] = [name, inputs, outputs]
+        ms = []
+        for make in (_layer, _matmuls):
+            times = alternate([make(each, inputs, outputs) for each in LAYERS_BY], rounds=ROUNDS, calls=20)
+            wide, *others = times
+            cells.append(wide.median_ms)
+            for each in others:
+                cells += [each.median_ms, wide.ratio(each)]
+            ms += [each.median_ms for each in times]
         sums = [total + each for total, each in zip(sums, ms, strict=True)]
-        result.rows.append([name, inputs, outputs, *ms[:2], whole[0].ratio(whole[1]), *ms[2:], bare[0].ratio(bare[1])])
+        result.rows.append(cells)
         torch.cuda.empty_cache()
-    result.rows.append(["all", "", "", *sums[:2], sums[0] / sums[1], *sums[2:], sums[2] / sums[3]])
+    ratios = [[wide, a, wide / a, b, wide / b] for wide, a, b in (sums[:3], sums[3:])]
+    result.rows.append(["all", "", "", *ratios[0], *ratios[1]])
     result.notes.append(
         "Shapes of Transformer Engine's published example of 5 B parameters: width 4096, 16384 within, 31 × 512 "
         "tokens. A layer alone finds the magnitudes of its operands itself; in a model torch.compile finds most "
@@ -248,8 +391,8 @@ def layers_5b() -> Result:
 
 def _layer(name: str, inputs: int, outputs: int) -> Contender:
     layer = nn.Linear(inputs, outputs, bias=False, device="cuda", dtype=torch.bfloat16)
-    if name == "fp8":
-        install_forward(layer, AmpwiseForward(e5m2=True))
+    if name != "bf16":
+        install_forward(layer, make_forward(layer, Fp8("block" if name == "blocks" else "current")))
     layer.compile(dynamic=False)
     x = torch.randn(TOKENS_5B, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn(TOKENS_5B, outputs, device="cuda", dtype=torch.bfloat16)
@@ -271,10 +414,17 @@ def _matmuls(name: str, inputs: int, outputs: int) -> Contender:
     one = torch.ones((), device="cuda")
     if name == "fp8":
         operands = [[a.to(E4M3 if not place else E5M2), b.to(E4M3)] for place, (a, b) in enumerate(operands)]
+    if name == "blocks":
+        blas = blas_has_blocks(torch.device("cuda", torch.cuda.current_device()))
+        strips, tiles = (partial(cast, rows=True, columns=False) for cast in (cast_to_strips, cast_to_tiles))
+        in_blocks = [(strips(a), (strips if place == 2 else tiles)(b)) for place, (a, b) in enumerate(operands)]
 
     def work() -> None:
         for place, (a, b) in enumerate(operands):
-            if name == "fp8":
+            if name == "blocks":
+                x, y = in_blocks[place]
+                block_matmul(x.rows, y.rows, x.of_rows, y.of_rows, torch.bfloat16, tiles=place != 2, blas=blas)
+            elif name == "fp8":
                 torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=not place)
             else:
                 a @ b.t()
@@ -362,6 +512,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "gpt1300m": lambda: speed("gpt1300m", GPT_1_3B, 1.20),
         "roofline_d4096": lambda: roofline("d4096", D4096),
         "roofline_gpt1300m": lambda: roofline("gpt1300m", GPT_1_3B),
+        "accumulate": accumulate,
+        "block": blocks,
+        "block_casts": block_casts,
         "layers_5b": layers_5b,
         "never_slower_compiled": lambda: never_slower(compiled=True),
         "auto_compiled": lambda: never_slower(compiled=True, fp8=AUTO),

@@ -100,7 +100,7 @@ def fitted(model):
 
 
 @pytest.mark.half_by_day
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
 def test_it_trains_as_bf16_does(recipe):
     narrow, wide = training(Fp8(recipe, narrow=BLOCKS)), training(precision="bf16")
     assert sorted(fitted(narrow.model)) == sorted(narrow.engine.fp8_layers) == sorted(NAMES)
@@ -113,7 +113,7 @@ def test_it_trains_as_bf16_does(recipe):
 
 
 @pytest.mark.half_by_day
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
 def test_checkpointed_it_is_the_same(recipe):
     runs = [training(Fp8(recipe, narrow=BLOCKS), checkpointed=each) for each in (False, True)]
     assert train(runs[0], 6) == train(runs[1], 6)
@@ -161,7 +161,7 @@ def test_delayed_scales_follow_the_magnitudes_of_the_steps_before():
     assert {len(each.amaxes) for each in run.engine.fp8_report().operands} == {3}
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
 def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(recipe):
     run = training(Fp8(recipe, narrow=BLOCKS), trace=False)
     train(run, 3)
@@ -594,7 +594,7 @@ def one_rank(tmp_path):
 
 @pytest.mark.half_by_day
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # as a linear layer does
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_wrapped_models_train_as_they_do_by_themselves(one_rank, recipe, wrapper):
     if wrapper == "fsdp2" and torch.__version__ < "2.7":

@@ -314,28 +314,30 @@ class Engine:
         self, loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Weight | None
     ) -> tuple[Tensor, Any]:
         """Run forward and backward; return the loss's contribution to the window's mean, and ``extra``."""
-        if self._accumulator.has_gradients:
+        first = not self._accumulator.has_gradients
+        if first:
+            self._begin()
+        else:
             self._refuse_changes()
             self._statistics.remember_new()
             self._statistics_within.remember()
-        else:
-            self._begin()
         batch = MicroBatch(loss_fn, args, kwargs, factor, self._accumulator.divisor)
         for hook in self._hooks.on_pass_begin:
             hook(batch)
-        if self._graphs is None or self._plugin.bypass_graphs:
-            share, extra = self._forward_and_backward(loss_fn, args, kwargs, factor)
-        else:
-            if factor is not None:  # a Python number would become a constant of the graph
-                factor = device_scalar(factor, self.device)
-            share, extra = self._graphs.run(
-                lambda given: self._forward_and_backward(loss_fn, *given),
-                loss_fn,
-                graph_version=self._plugin.graph_version,
-                fixed=self._accumulator.divisor,
-                args=(args, kwargs, factor),
-                parameters=self._trained.all_parameters,
-            )
+        with NO_CONTEXT if self._accumulator.size == 1 else self._plugin.micro_batch_context(first=first):
+            if self._graphs is None or self._plugin.bypass_graphs:
+                share, extra = self._forward_and_backward(loss_fn, args, kwargs, factor)
+            else:
+                if factor is not None:  # a Python number would become a constant of the graph
+                    factor = device_scalar(factor, self.device)
+                share, extra = self._graphs.run(
+                    lambda given: self._forward_and_backward(loss_fn, *given),
+                    loss_fn,
+                    graph_version=self._plugin.graph_version,
+                    fixed=self._accumulator.divisor,
+                    args=(args, kwargs, factor),
+                    parameters=self._trained.all_parameters,
+                )
         for hook in self._hooks.on_pass_end:
             hook(batch, share)
         return share, extra

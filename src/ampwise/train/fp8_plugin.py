@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ampwise.numbers.emulation.eager_mode import run_eagerly
 from ampwise.train.float8.auto_choice import DECIDE_AFTER, choose_matmuls, has_errors
 from ampwise.train.float8.backends import is_delayed, make_forward, refuse_wrong_kernels
 from ampwise.train.float8.delayed_scaling import DelayedScales
+from ampwise.train.float8.kept_weights import KeptWeights
 from ampwise.train.float8.layer_choice import (
     CHOICES_IN_USE,
     GATHERED_IN_FP8,
@@ -73,7 +74,7 @@ class Fp8Plugin(PrecisionPlugin):
         *,
         graphed: bool = False,
     ) -> None:
-        self._fp8, self._device, self._graphed = asked or Fp8(), device, graphed
+        self._fp8, self._device, self._graphed, self._models = asked or Fp8(), device, graphed, models
         if torch.version.hip is not None:
             raise PrecisionUnavailable("Engine(precision='fp8') needs an NVIDIA GPU. On AMD, use precision='bf16'.")
         self._ranks = Ranks(models)
@@ -111,6 +112,7 @@ class Fp8Plugin(PrecisionPlugin):
         self._scales = DelayedScales(names, self._fp8, self._device) if delayed else None
         self._recipes = recipes
         self._layers = {module: make_forward(module, fp8) for module, fp8 in recipes.items()}
+        self._kept: KeptWeights | None = None  # made when a step has several micro-batches
         self._delayed = delayed  # in the order of the scales
         self._known = [False] * len(delayed)  # whether the scales have magnitudes for each layer
         self._followed = 0  # steps since then, or since a state was loaded
@@ -172,6 +174,16 @@ class Fp8Plugin(PrecisionPlugin):
             remove_forward(module)
 
     # During training
+
+    @contextmanager
+    def micro_batch_context(self, *, first: bool) -> Iterator[None]:
+        """Cast weights in the first micro-batch of a step only, where scales are current ones."""
+        if self._kept is None:
+            current = {module: how for module, how in self._layers.items() if self._recipes[module].recipe == "current"}
+            self._kept = KeptWeights(current, self._models)
+        with self._kept.used(first=first) as elsewhere:
+            self.graph_version += elsewhere
+            yield
 
     def pass_context(self) -> AbstractContextManager[Any]:
         learns = self._noting or self.bypass_graphs or (self._delayed and not any(self._known))

@@ -46,6 +46,10 @@ class PrecisionPlugin:
         """Return the context for a forward and backward pass; a new one for each pass."""
         return NO_CONTEXT
 
+    def micro_batch_context(self, *, first: bool) -> AbstractContextManager[Any]:
+        """Return the context around a pass of a step that has several, outside of CUDA graphs. first: of the step."""
+        return NO_CONTEXT
+
     def step_context(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """Return the context for an optimizer's step."""
         return NO_CONTEXT

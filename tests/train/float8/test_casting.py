@@ -16,6 +16,7 @@ from ampwise.train.float8.fp8_cast import (
     TOPS,
     cast_reference,
     cast_to_fp8,
+    recast_fp8_,
     scales_of,
 )
 
@@ -131,6 +132,29 @@ def test_the_kernel_does_as_the_reference_does(dtype, is_current, shape):
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(bits(ours.reshape(-1)), bits(theirs.reshape(-1)))
     assert (own_sums - sums).abs().max() <= 1e-6 * x.abs().sum(0).max()  # in another order
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(True, True), (True, False), (False, True)])
+def test_the_kernel_writes_into_what_an_earlier_cast_has_returned(rows, columns):
+    launch = pytest.importorskip("ampwise.train.float8.kernel").launch_cast
+    torch.manual_seed(0)
+    first, second = exact(E4M3, (130, 80), 64.0), exact(E4M3, (130, 80), 512.0)
+    found = launch(first, None, False, rows, columns, False)
+    assert all(
+        a is b for a, b in zip(found[:3], launch(second, None, False, rows, columns, False, found), strict=False)
+    )
+    for ours, theirs in zip(found[:3], cast_reference(second, None, False, rows, columns), strict=False):
+        assert torch.equal(bits(ours.reshape(-1)), bits(theirs.reshape(-1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns"), [(True, True), (True, False), (False, True)])
+def test_a_cast_again_is_as_a_first_one(dtype, rows, columns):
+    first, second = torch.randn(33, 48).to(dtype), torch.randn(33, 48).mul(1e-3).to(dtype)
+    found = cast_to_fp8(first, None, e5m2=False, rows=rows, columns=columns)
+    recast_fp8_(second, found)
+    for ours, theirs in zip(found, cast_to_fp8(second, None, e5m2=False, rows=rows, columns=columns), strict=True):
+        assert torch.equal(bits(ours.reshape(-1)), bits(theirs.reshape(-1)))
 
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampwise import Engine, Policy
 from ampwise.train.float8.backends import wrong_results
-from ampwise.train.float8.fp8_cast import AMAX, E4M3, E5M2, SATURATED, cast_reference, cast_to_fp8
+from ampwise.train.float8.fp8_cast import AMAX, E4M3, E5M2, SATURATED, cast_reference, cast_to_fp8, recast_fp8_
 from ampwise.train.float8.fp8_linear import fp8_linear
 from ampwise.train.float8.recipe import RECIPES, Fp8
 from ampwise.train.float8.recipe_timing import CALLS, ROUNDS, WARM_UP, time_graphs_in_turns
@@ -74,6 +74,17 @@ def test_the_kernel_is_the_reference_bit_for_bit(shape, wide, dtype, kind, curre
             seen = [each[SATURATED] for each in seen]
             assert not found.seen[AMAX].isfinite()
         assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns"), [(True, True), (True, False), (False, True)])
+def test_a_cast_again_is_as_a_first_one(wide, rows, columns):
+    wanted = {"e5m2": False, "rows": rows, "columns": columns}
+    first, second = (torch.randn(1000, 272, device="cuda").mul(scale).to(wide) for scale in (1.0, 1e-3))
+    found = cast_to_fp8(first, None, **wanted)
+    recast_fp8_(second, found)
+    for ours, theirs in zip(found, cast_to_fp8(second, None, **wanted), strict=True):
+        assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
 
 
 def test_the_kernels_pass_the_check_before_training():
@@ -174,17 +185,22 @@ def test_a_model_trains_by_each_recipe(recipe, compiled):
     assert abs(losses[-1] - wide[-1]) < 0.1 * wide[0]
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize("way", ["checkpointed", "graph", "accumulate", "checkpointed and compiled"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+@pytest.mark.parametrize(
+    "way",
+    ["checkpointed", "graph", "accumulate", "checkpointed and compiled", "accumulate and graph",
+     "accumulate and compiled", "accumulate, graph and compiled"],
+)  # fmt: skip
 def test_it_is_the_same_by_other_ways(recipe, way):
     _, _, plain = trained("fp8", Fp8(recipe))
-    settings = {"graph": {"graph": True}, "accumulate": {"accumulate": 2}}.get(way, {})
-    steps = 24 if way == "accumulate" else 12
+    accumulates = way.startswith("accumulate")
+    settings = {"graph": "graph" in way, "accumulate": 2 if accumulates else 1}
+    steps = 24 if accumulates else 12
     checkpointed = way.startswith("checkpointed")
     _, _, losses = trained(
         "fp8", Fp8(recipe), checkpointed=checkpointed, compiled=way.endswith("compiled"), steps=steps, **settings
     )
-    losses = losses[::2] if way == "accumulate" else losses
+    losses = losses[::2] if accumulates else losses
     assert losses[0] == pytest.approx(plain[0], rel=1e-3)
     assert losses[-1] == pytest.approx(plain[-1], rel=0.2, abs=0.05)
 
@@ -255,7 +271,7 @@ def test_what_cannot_be_captured_is_left_out_and_torch_is_as_before():
     assert torch.rand(2, device="cuda").isfinite().all()  # the generator does not believe that a capture goes on
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
 def test_compiled_layers_are_launched_by_torch_and_compute_the_same(recipe):
     _, _, eager = trained("fp8", Fp8(recipe), steps=4)
     _, _, compiled = trained("fp8", Fp8(recipe), steps=4, compiled=True)

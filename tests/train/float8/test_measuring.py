@@ -79,7 +79,7 @@ def test_each_shape_is_timed_once_by_work_that_runs():
 
     state = torch.random.get_rng_state()
     found = time_recipes(dict.fromkeys(layers, (8, torch.float32)), OURS, CPU, compiled=False, timer=timer)
-    assert asked == [["bf16", "current", "delayed"]] * 2
+    assert asked == [["bf16", "current", "delayed", "block"]] * 2
     assert [each.recipe for each in found.values()] == ["current"] * 3
     assert found[layers[0]].why == "measured: 250 µs in bf16, 50 µs current, 8×64→32"  # four at a time
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
@@ -154,12 +154,12 @@ def test_candidates_are_those_of_backends_that_are_there(monkeypatch):
         raise MissingDependency("no torchao")
 
     monkeypatch.setattr(measuring, "float8_of_torchao", missing)
-    assert [each.recipe for each in candidate_recipes(Fp8("measured"), CPU)] == ["current", "delayed"]
+    assert [each.recipe for each in candidate_recipes(Fp8("measured"), CPU)] == ["current", "delayed", "block"]
     with pytest.raises(MissingDependency):
         candidate_recipes(Fp8("measured", backend="torchao"), CPU)
     monkeypatch.setattr(measuring, "float8_of_torchao", lambda recipe: None)
     assert candidate_recipes(Fp8("measured"), CPU)[0].made_by == "ampwise"
-    assert len(candidate_recipes(Fp8("measured"), CPU)) == 5
+    assert len(candidate_recipes(Fp8("measured"), CPU)) == 6
     assert {each.backend for each in candidate_recipes(Fp8("measured", backend="torchao"), CPU)} == {"torchao"}
 
 

@@ -32,7 +32,7 @@ def test_measured_is_by_whoever_is_there():
 @for_each(
     ("fp8", "fmt"),
     [(Fp8(), "e5m2"), (Fp8(gradients="e4m3"), "e4m3"), (Fp8("delayed"), "e5m2"), (Fp8("tensorwise"), "e5m2"),
-     (Fp8("rowwise"), "e4m3"), (Fp8("rowwise+hp-weight-grad"), "e4m3")],
+     (Fp8("block"), "e4m3"), (Fp8("rowwise"), "e4m3"), (Fp8("rowwise+hp-weight-grad"), "e4m3")],
 )  # fmt: skip
 def test_gradients_have_the_format_of_their_recipe(fp8, fmt):
     assert fp8.gradient_format == fmt
@@ -82,6 +82,13 @@ def test_gradients_have_the_format_of_their_recipe(fp8, fmt):
         ({"matmuls": ("wgrad", "forward")}, BadInput, "as a tuple in this order"),
         ({"matmuls": ("forward", "backward")}, BadInput, "expected some of"),
         ({"recipe": "delayed", "matmuls": ("forward",)}, BadInput, "only ampwise's 'current' has matmuls in BF16"),
+        ({"recipe": "block", "matmuls": ("forward",)}, BadInput, "only ampwise's 'current' has matmuls in BF16"),
+        ({"recipe": "block", "margin": 1}, BadInput, r"Fp8\('block', margin=1\): .* for 'delayed' scaling"),
+        (
+            {"recipe": "block", "backend": "torchao"},
+            BadInput,
+            "torchao has 'tensorwise', .*'block' is available from ampwise",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(asked, error, text):

@@ -8,7 +8,7 @@ from ampwise.train.float8.backends import make_forward
 from ampwise.train.float8.delayed_scaling import OPERANDS
 from ampwise.train.float8.layer_forward import install_forward, remove_forward
 from ampwise.train.float8.operand_census import WITH_SCALES, CountingForward, report_layers
-from ampwise.train.float8.recipe import BY_ROW, Fp8
+from ampwise.train.float8.recipe import ALL_E4M3, BY_ROW, Fp8
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # what torch says of a CPU without BF16
 
@@ -59,8 +59,35 @@ def test_by_row_it_is_what_torchaos_casts_make_zero(monkeypatch, recipe):
         assert (found[operand].scale, found[operand].fmt) == (None, "e4m3")
 
 
-def test_recipes_by_row_are_those_that_are_counted_so():
-    assert set(WITH_SCALES) == set(BY_ROW)
+def test_recipes_with_scales_for_parts_are_those_that_are_counted_so():
+    assert set(WITH_SCALES) == set(ALL_E4M3)
+
+
+def test_by_blocks_it_is_what_the_casts_make_zero(monkeypatch):
+    from ampwise.train.float8 import block_linear
+
+    lost = []
+
+    def noting(cast):
+        def noted(x, **wanted):
+            found = cast(x, **wanted)
+            shares = [((found.rows.float() == 0) & (x != 0)).sum() / (x != 0).sum()]
+            if wanted["columns"]:
+                standing = found.columns[:, : x.shape[0]].float()
+                shares.append(((standing == 0) & (x.t() != 0)).sum() / (x != 0).sum())
+            lost.append(max(shares).item())
+            return found
+
+        return noted
+
+    for name in ("cast_to_strips", "cast_to_tiles"):
+        monkeypatch.setattr(block_linear, name, noting(getattr(block_linear, name)))
+    torch.manual_seed(1)
+    found, _ = sampled(Fp8("block"), [spread(16, 48).requires_grad_()], [spread(16, 32)])
+    for operand, share in zip(OPERANDS, lost, strict=True):
+        assert found[operand].flushed_share == pytest.approx(share, abs=1e-6)
+        assert 0.05 < found[operand].flushed_share < 0.95
+        assert (found[operand].scale, found[operand].fmt) == (None, "e4m3")
 
 
 def test_by_row_less_is_lost_than_with_one_scale():

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ampwise.errors import MissingDependency, PrecisionUnavailable
+from ampwise.train.float8.block_check import blas_has_blocks, wrong_block_results
 from ampwise.train.float8.fp8_cast import cast_reference, cast_to_fp8
-from ampwise.train.float8.layer_forward import AmpwiseForward, Fp8Forward
-from ampwise.train.float8.recipe import OURS, TORCHAO, TRANSFORMER_ENGINE, Fp8
+from ampwise.train.float8.layer_forward import AmpwiseForward, BlockForward, Fp8Forward
+from ampwise.train.float8.recipe import BLOCK_RECIPE, OURS, TORCHAO, TRANSFORMER_ENGINE, Fp8
 from ampwise.train.float8.torchao_backend import TorchaoForward
 
 __all__ = [
@@ -34,6 +35,7 @@ CHECKED_OPERANDS = (
 
 # Layers share a forward where possible: torch.compile then compiles identical blocks once.
 _shared_ampwise_forward = cache(AmpwiseForward)
+_shared_block_forward = cache(BlockForward)
 _shared_torchao_forward = cache(TorchaoForward)
 
 
@@ -43,6 +45,8 @@ def make_forward(module: nn.Linear, fp8: Fp8) -> Fp8Forward:
         return _shared_torchao_forward(fp8.recipe, emulate=module.weight.device.type != "cuda")
     if fp8.made_by == TRANSFORMER_ENGINE:
         return TransformerEngineForward(module, fp8)
+    if fp8.recipe == BLOCK_RECIPE:
+        return _shared_block_forward(blas=blas_has_blocks(module.weight.device))
     return _shared_ampwise_forward(e5m2=fp8.gradients == "e5m2", matmuls=fp8.matmuls)
 
 
@@ -66,10 +70,14 @@ def refuse_wrong_kernels(fp8: Fp8, device: torch.device) -> None:
             f"Fp8({fp8.recipe!r}): ampwise's FP8 layers need Triton, which is not installed. Install it: pip install "
             "triton; or use torchao's: Fp8('tensorwise')."
         ) from error
-    found = wrong_results(device, fp8.recipe != "delayed", fp8.gradients == "e5m2")
+    if fp8.recipe == BLOCK_RECIPE:
+        found = wrong_block_results(device)
+    else:
+        cast = wrong_results(device, fp8.recipe != "delayed", fp8.gradients == "e5m2")
+        found = f"casts {cast}" if cast else ""
     if found:
         raise PrecisionUnavailable(
-            f"Engine(precision='fp8'): Triton {triton.__version__} casts {found} wrongly on "
+            f"Engine(precision='fp8'): Triton {triton.__version__} {found} wrongly on "
             f"{torch.cuda.get_device_name(device)}, so ampwise's kernels are not used. Use torchao's, "
             "Fp8('tensorwise'), or another version of Triton."
         )

@@ -21,6 +21,7 @@ __all__ = [
     "Fp8Matrix",
     "cast_reference",
     "cast_to_fp8",
+    "recast_fp8_",
     "register_op",
     "scales_of",
 ]
@@ -64,6 +65,18 @@ def cast_to_fp8(
 
         return Fp8Matrix(*cast_by_kernels(x, scale, e5m2, rows, columns, sums))
     return Fp8Matrix(*cast_fp8(x, scale, e5m2, rows, columns, sums))
+
+
+def recast_fp8_(x: Tensor, matrix: Fp8Matrix) -> None:
+    """Cast a matrix to E4M3 by its largest magnitude again, into the tensors of a cast without sums."""
+    rows, columns = bool(matrix.rows.numel()), bool(matrix.columns.numel())
+    if x.device.type == "cuda":
+        from ampwise.train.float8.kernel import launch_cast
+
+        launch_cast(x, None, False, rows, columns, False, matrix)
+    else:
+        for old, new in zip(matrix, cast_reference(x, None, False, rows, columns), strict=True):
+            old.copy_(new)
 
 
 def scales_of(amax: Tensor, top: int | Tensor, margin: int = 0) -> Tensor:

@@ -15,9 +15,10 @@ from torch import Tensor
 from ampwise.errors import BadInput
 from ampwise.train.float8.fp8_cast import Fp8Matrix, cast_to_fp8, register_op
 
-__all__ = ["fp8_linear", "linear_of_empty_batch", "out_dtype", "scaled_matmul"]
+__all__ = ["fp8_linear", "linear_of_empty_batch", "out_dtype", "refuse_second_derivative", "scaled_matmul"]
 
-NOTHING = (None,) * 7  # gradients of the scales and settings
+NOT_KEPT = (None,) * 4  # fields of a weight in FP8
+NOTHING = (None,) * (7 + len(NOT_KEPT))  # gradients of the scales, settings and of the weight in FP8
 
 
 def fp8_linear(
@@ -30,6 +31,7 @@ def fp8_linear(
     forward: bool = True,
     dgrad: bool = True,
     wgrad: bool = True,
+    kept: Fp8Matrix | None = None,
 ) -> Tensor:
     """Compute ``F.linear`` with FP8 matmuls.
 
@@ -38,6 +40,7 @@ def fp8_linear(
     scales: of input, weight and gradient; None to compute them from the tensors' current values.
     slot: a tensor whose gradient receives the statistics of the three, a row each: the largest magnitude, and the
         number of saturated values. torch.compile allows no other output of a backward pass.
+    kept: the weight in FP8 by current scaling, in the layouts that the matmuls need; None to cast it here.
     """
     dtype = out_dtype(x)
     if not x.numel():
@@ -46,7 +49,9 @@ def fp8_linear(
     matrix = x.to(dtype).reshape(-1, x.shape[-1])
     apply: Any = _Linear.apply
     keeps = torch.is_grad_enabled()
-    out: Tensor = apply(matrix, weight, bias, slot, scales, e5m2, dtype, keeps, forward, dgrad, wgrad)
+    out: Tensor = apply(
+        matrix, weight, bias, slot, scales, e5m2, dtype, keeps, forward, dgrad, wgrad, *(kept or NOT_KEPT)[:4]
+    )
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -60,6 +65,15 @@ def out_dtype(x: Tensor) -> torch.dtype:
     """Return autocast's dtype if it is on, else the tensor's."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def refuse_second_derivative() -> None:
+    """Raise in a backward pass that is itself differentiated."""
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        raise BadInput(
+            "backward(create_graph=True) through an FP8 layer: its gradient has no derivative. Keep the layers "
+            'that a gradient penalty needs in BF16: Policy("fp8").keep("bf16", name).'
+        )
 
 
 class _Linear(torch.autograd.Function):
@@ -77,13 +91,16 @@ class _Linear(torch.autograd.Function):
         forward: bool,
         dgrad: bool,
         wgrad: bool,
+        *kept: Any,
     ) -> Tensor:
         by_x, by_weight = (keeps and needed for needed in ctx.needs_input_grad[:2])
         # What a matmul reads: FP8 copies, or in 16 bits the tensors as they are.
         x8 = weight8 = None
         if forward or (wgrad and by_weight):
             x8 = _cast(x, scales, 0, e5m2=False, rows=forward, columns=wgrad and by_weight)
-        if forward or (dgrad and by_x):
+        if kept[0] is not None:
+            weight8 = Fp8Matrix(kept[0], kept[1], kept[2], kept[3], weight.new_empty(0))
+        elif forward or (dgrad and by_x):
             weight8 = _cast(weight, scales, 1, e5m2=False, rows=forward, columns=dgrad and by_x)
         ctx.save_for_backward(
             x8.columns if x8 is not None and wgrad else x if by_weight else None,
@@ -100,11 +117,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            raise BadInput(
-                "backward(create_graph=True) through an FP8 layer: its gradient has no derivative. Keep the layers "
-                'that a gradient penalty needs in BF16: Policy("fp8").keep("bf16", name).'
-            )
+        refuse_second_derivative()
         x, weight, of_x8, of_weight8, x_seen, weight_seen, scales = ctx.saved_tensors
         by_x, by_weight, by_bias, by_slot = ctx.needs_input_grad[:4]
         of_x = of_weight = of_bias = of_slot = g = None

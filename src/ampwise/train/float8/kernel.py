@@ -19,14 +19,28 @@ from torch import Tensor
 from ampwise.numbers.census.launch import launching_on
 from ampwise.train.float8.fp8_cast import E4M3, E5M2, LIMITS, TOPS, CastTensors, empty_cast, padded_size
 
-__all__ = ["amax_kernel", "cast_by_kernels", "cast_kernel", "launch_amax", "launch_cast", "transpose_kernel"]
+__all__ = [
+    "FP32_MAX",
+    "amax_kernel",
+    "bytes_at",
+    "cast_by_kernels",
+    "cast_kernel",
+    "codes_of",
+    "exponent_for",
+    "launch_amax",
+    "launch_cast",
+    "launch_transpose",
+    "power_of_two",
+    "tiles_of",
+    "transpose_kernel",
+]
 
 BLOCK_ROWS, BLOCK_COLUMNS, WARPS = 128, 64, 4  # the fastest of nine tiles, or within 2% of it, for all layers tested
 TRANSPOSING_ROWS = 128  # a transposed row of bytes is then a whole cache line
 AMAX_BLOCK, AMAX_WARPS = 4096, 8  # values at a time: four 16-byte loads of BF16 for each thread
 AMAX_PROGRAMS = 132 * 8  # enough to fill a Hopper; each adds one atomic operation
 
-_FP32_MAX = tl.constexpr((2 - 2.0**-23) * 2.0**127)  # not infinity, which torch.compile cannot write as a constant
+FP32_MAX = tl.constexpr((2 - 2.0**-23) * 2.0**127)  # not infinity, which torch.compile cannot write as a constant
 
 
 @triton.jit
@@ -53,12 +67,12 @@ def launch_amax(x: Tensor, target: Tensor) -> None:
 
 
 @triton.jit
-def _power_of_two(exponent):
+def power_of_two(exponent):
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _exponent_for(amax, TOP: tl.constexpr):
+def exponent_for(amax, TOP: tl.constexpr):
     """Exponent of the largest power of two that scales a magnitude to at most 1.75 · 2**TOP."""
     bits = amax.to(tl.int32, bitcast=True)
     over = ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
@@ -68,7 +82,7 @@ def _exponent_for(amax, TOP: tl.constexpr):
 
 
 @triton.jit
-def _codes(values, E5M2: tl.constexpr):
+def codes_of(values, E5M2: tl.constexpr):
     if E5M2:
         codes = values.to(tl.float8e5)
     else:
@@ -77,14 +91,14 @@ def _codes(values, E5M2: tl.constexpr):
 
 
 @triton.jit
-def _bytes(of):
+def bytes_at(of):
     return of.to(tl.pointer_type(tl.uint8), bitcast=True)
 
 
 @triton.jit
 def _fitted(x, scale, LIMIT: tl.constexpr):
     """Scale and saturate values, with NaN for inf and NaN; also return which values were saturated."""
-    finite = tl.abs(x) <= _FP32_MAX
+    finite = tl.abs(x) <= FP32_MAX
     scaled = x * scale
     beyond = (tl.abs(scaled) > LIMIT) & finite
     values = tl.where(beyond, tl.where(x < 0, -LIMIT, LIMIT), scaled)
@@ -123,11 +137,11 @@ def cast_kernel(
     x = tile.to(tl.float32)
     if CURRENT:
         amax = tl.load(scales)
-        exponent = _exponent_for(amax, TOP)
-        finite = amax <= _FP32_MAX
-        scale = tl.where(finite, _power_of_two(exponent), float("nan"))
+        exponent = exponent_for(amax, TOP)
+        finite = amax <= FP32_MAX
+        scale = tl.where(finite, power_of_two(exponent), float("nan"))
         if first:
-            tl.store(inverse, tl.where(finite, _power_of_two(-exponent), float("nan")))
+            tl.store(inverse, tl.where(finite, power_of_two(-exponent), float("nan")))
         values = x * scale  # all within the limit, or all NaN
     else:
         scale = tl.load(scales)
@@ -135,7 +149,7 @@ def cast_kernel(
             tl.store(inverse, 1.0 / scale)
         values, beyond = _fitted(x, scale, LIMIT)
     if ROWS:
-        tl.store(_bytes(by_rows) + place, _codes(values, E5M2), mask=inside)
+        tl.store(bytes_at(by_rows) + place, codes_of(values, E5M2), mask=inside)
     if COLUMNS:
         standing = tl.trans(tile).to(tl.float32)
         if CURRENT:
@@ -144,7 +158,7 @@ def cast_kernel(
             standing, _ = _fitted(standing, scale, LIMIT)
         across = column[:, None].to(tl.int64) * filled + row[None, :]
         there = (column[:, None] < width) & (row[None, :] < filled)
-        tl.store(_bytes(by_columns) + across, _codes(standing, E5M2), mask=there)
+        tl.store(bytes_at(by_columns) + across, codes_of(standing, E5M2), mask=there)
     if SUMS:
         tl.store(sums + tl.program_id(1) * width + column, tl.sum(x, 0), mask=column < width)
     if not CURRENT:  # last: its loads and atomic operations then delay no store
@@ -159,28 +173,51 @@ def transpose_kernel(
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     inside = (row[:, None] < height) & (column[None, :] < width)
-    codes = tl.load(_bytes(source) + row[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0)
+    codes = tl.load(bytes_at(source) + row[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0)
     across = column[:, None].to(tl.int64) * filled + row[None, :]
-    tl.store(_bytes(target) + across, tl.trans(codes), mask=(column[:, None] < width) & (row[None, :] < filled))
+    tl.store(bytes_at(target) + across, tl.trans(codes), mask=(column[:, None] < width) & (row[None, :] < filled))
 
 
-def launch_cast(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool, sums: bool) -> CastTensors:
+def launch_cast(
+    x: Tensor,
+    scale: Tensor | None,
+    e5m2: bool,
+    rows: bool,
+    columns: bool,
+    sums: bool,
+    into: CastTensors | None = None,
+) -> CastTensors:
     """Cast a matrix on its device."""
     with launching_on(x.device):
-        return cast_by_kernels(x, scale, e5m2, rows, columns, sums)
+        return cast_by_kernels(x, scale, e5m2, rows, columns, sums, into)
 
 
-def cast_by_kernels(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool, sums: bool) -> CastTensors:
-    """Cast a matrix on the current device; torch.compile can trace this and launches the kernels itself."""
+def cast_by_kernels(
+    x: Tensor,
+    scale: Tensor | None,
+    e5m2: bool,
+    rows: bool,
+    columns: bool,
+    sums: bool,
+    into: CastTensors | None = None,
+) -> CastTensors:
+    """Cast a matrix on the current device; torch.compile can trace this and launches the kernels itself.
+
+    into: tensors that an equal cast has returned before, without sums, to write to instead of new ones.
+    """
     x = x.contiguous()  # at run time it may not be, even if it was when torch.compile traced it
     height, width = x.shape
     dtype, to_fill = (E5M2 if e5m2 else E4M3), (padded_size(height) if columns else height)
     # An FP32 matrix is cast first, then its bytes are read again and transposed. Those are weights, which are small.
     in_two = columns and x.dtype == torch.float32
-    by_rows, by_columns, inverse, seen, nothing = empty_cast(x, e5m2, rows, columns, False)
+    if into is None:
+        by_rows, by_columns, inverse, seen, nothing = empty_cast(x, e5m2, rows, columns, False)
+    else:
+        by_rows, by_columns, inverse, seen, nothing = into
+        seen.zero_()
     lying = x.new_empty((height, width), dtype=dtype) if in_two and not rows else by_rows
     # At least one tile, which writes the inverse even for an empty matrix.
-    grid = (_tiles(width, BLOCK_COLUMNS), _tiles(to_fill, BLOCK_ROWS))
+    grid = (tiles_of(width, BLOCK_COLUMNS), tiles_of(to_fill, BLOCK_ROWS))
     by_tiles = x.new_empty((grid[1], width), dtype=torch.float32) if sums else nothing
     current = scale is None
     if current:
@@ -192,11 +229,17 @@ def cast_by_kernels(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, col
         BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=WARPS,
     )  # fmt: skip
     if in_two:
-        transpose_kernel[(grid[0], _tiles(to_fill, TRANSPOSING_ROWS))](
-            lying, by_columns, height, width, to_fill,
-            BLOCK_ROWS=TRANSPOSING_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=WARPS,
-        )  # fmt: skip
+        launch_transpose(lying, by_columns)
     return by_rows, by_columns, inverse, seen, by_tiles.sum(0) if sums else nothing
+
+
+def launch_transpose(source: Tensor, target: Tensor) -> None:
+    """Transpose a matrix of bytes into one whose rows may be longer, filled with zeros; on the current device."""
+    (height, width), filled = source.shape, target.shape[1]
+    transpose_kernel[(tiles_of(width, BLOCK_COLUMNS), tiles_of(filled, TRANSPOSING_ROWS))](
+        source, target, height, width, filled,
+        BLOCK_ROWS=TRANSPOSING_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
 
 
 def _amax(x: Tensor, seen: Tensor) -> Tensor:
@@ -211,5 +254,5 @@ def _amax(x: Tensor, seen: Tensor) -> Tensor:
     return seen
 
 
-def _tiles(size: int, of: int) -> int:
+def tiles_of(size: int, of: int) -> int:
     return max((size + of - 1) // of, 1)

@@ -12,25 +12,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampwise.errors import BadInput
+from ampwise.train.float8.block_linear import block_linear
+from ampwise.train.float8.fp8_cast import Fp8Matrix
 from ampwise.train.float8.fp8_linear import fp8_linear
 from ampwise.train.float8.recipe import MATMULS
 
 __all__ = [
     "SLOT",
     "AmpwiseForward",
+    "BlockForward",
     "Fp8Forward",
     "ShapeRecorder",
     "has_fp8_forward",
     "install_forward",
     "remove_forward",
+    "use_kept_weight",
 ]
 
 # Computes a layer. If it has ``attributes``, a dict, they are set on the layer while it is installed.
 Fp8Forward = Callable[[nn.Linear, Tensor], Tensor]
 
-# Attributes of a layer with an FP8 forward: the forward, and for delayed scaling its scales and its slot. They are on
-# the module, so that many layers can share a forward: torch.compile then compiles identical blocks once.
-FORWARD, SCALES, SLOT = "fp8_layer", "fp8_scales", "fp8_slot"
+# Attributes of a layer with an FP8 forward: the forward, for delayed scaling its scales and its slot, and a copy of its
+# weight in FP8 while that is kept. They are on the module, so that many layers can share a forward: torch.compile then
+# compiles identical blocks once.
+FORWARD, SCALES, SLOT, WEIGHT = "fp8_layer", "fp8_scales", "fp8_slot", "fp8_weight"
 
 
 class AmpwiseForward:
@@ -41,13 +46,36 @@ class AmpwiseForward:
         self.narrow = tuple(each in matmuls for each in MATMULS)
 
     def __call__(self, module: nn.Linear, x: Tensor) -> Tensor:
-        if hasattr(module.weight, "device_mesh"):
-            raise BadInput(
-                "ampwise's FP8 layers need whole weights, as with DDP and FSDP, and got a DTensor, split over ranks. "
-                'For tensor parallelism use torchao\'s layers: Fp8("tensorwise").'
-            )
+        _refuse_split_weight(module)
         known: Any = module
-        return fp8_linear(x, module.weight, module.bias, known.fp8_scales, known.fp8_slot, self.e5m2, *self.narrow)
+        forward, dgrad, wgrad = self.narrow
+        return fp8_linear(
+            x, module.weight, module.bias, known.fp8_scales, known.fp8_slot, self.e5m2, forward, dgrad, wgrad,
+            known.fp8_weight,
+        )  # fmt: skip
+
+
+class BlockForward:
+    """ampwise's own FP8 forward with a scale for each block.
+
+    Args:
+        blas: whether cuBLAS has matmuls with such scales on the layer's device.
+    """
+
+    def __init__(self, *, blas: bool) -> None:
+        self.blas = blas
+
+    def __call__(self, module: nn.Linear, x: Tensor) -> Tensor:
+        _refuse_split_weight(module)
+        return block_linear(x, module.weight, module.bias, blas=self.blas)
+
+
+def _refuse_split_weight(module: nn.Linear) -> None:
+    if hasattr(module.weight, "device_mesh"):
+        raise BadInput(
+            "ampwise's FP8 layers need whole weights, as with DDP and FSDP, and got a DTensor, split over ranks. "
+            'For tensor parallelism use torchao\'s layers: Fp8("tensorwise").'
+        )
 
 
 class ShapeRecorder:
@@ -77,15 +105,21 @@ def install_forward(
     A bound method, as torch.compile only guards on its function; a partial would differ for each layer.
     """
     remove_forward(module)
-    module.__dict__.update({**getattr(how, "attributes", {}), FORWARD: how, SLOT: slot, SCALES: scales})
+    module.__dict__.update({**getattr(how, "attributes", {}), FORWARD: how, SLOT: slot, SCALES: scales, WEIGHT: None})
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def remove_forward(module: nn.Module) -> None:
     """Restore the layer's own forward."""
     if has_fp8_forward(module):
-        for name in (*getattr(module.__dict__[FORWARD], "attributes", ()), FORWARD, SLOT, SCALES, "forward"):
+        for name in (*getattr(module.__dict__[FORWARD], "attributes", ()), FORWARD, SLOT, SCALES, WEIGHT, "forward"):
             module.__dict__.pop(name, None)
+
+
+def use_kept_weight(module: nn.Module, weight: Fp8Matrix | None) -> None:
+    """Let a layer with an FP8 forward use this copy of its weight; with None, cast the weight in each pass."""
+    if has_fp8_forward(module):
+        module.__dict__[WEIGHT] = weight
 
 
 def has_fp8_forward(module: nn.Module) -> bool:

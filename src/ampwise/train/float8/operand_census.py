@@ -13,23 +13,39 @@ from torch import Tensor, nn
 
 from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.census.measure import census
+from ampwise.train.float8.block_cast import BLOCK, block_scales, spread_blocks
 from ampwise.train.float8.delayed_scaling import OPERANDS, DelayedScales
 from ampwise.train.float8.fp8_cast import E4M3, E5M2, TOPS, scales_of
 from ampwise.train.float8.layer_forward import Fp8Forward
 from ampwise.train.float8.layer_stats import Float8LayerStats, Float8OperandStats
-from ampwise.train.float8.recipe import Fp8
+from ampwise.train.float8.recipe import BLOCK_RECIPE, Fp8
 
 __all__ = ["CountingForward", "OperandCensuses", "report_layers"]
 
 # Which parts of an operand have a scale of their own, in each matmul that it is part of.
-WHOLE, ROWS, COLUMNS = "whole", "rows", "columns"
-ALONG = {ROWS: 1, COLUMNS: 0}  # the dimension that is reduced for a scale
+WHOLE, ROWS, COLUMNS, ROW_BLOCKS, COLUMN_BLOCKS, TILES = (
+    "whole",
+    "rows",
+    "columns",
+    "row blocks",
+    "column blocks",
+    "tiles",
+)
+SIZES = {  # of what has a scale: rows and columns; None: all of them
+    ROWS: (1, None),
+    COLUMNS: (None, 1),
+    ROW_BLOCKS: (1, BLOCK),
+    COLUMN_BLOCKS: (BLOCK, 1),
+    TILES: (BLOCK, BLOCK),
+}
+IN_STRIPS = (ROW_BLOCKS, COLUMN_BLOCKS)
 WITH_SCALES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "rowwise": dict.fromkeys(OPERANDS, (ROWS, COLUMNS)),
     "rowwise+hp-weight-grad": {"input": (ROWS,), "weight": (ROWS, WHOLE), "gradient": (ROWS,)},
+    BLOCK_RECIPE: {"input": IN_STRIPS, "weight": (TILES,), "gradient": IN_STRIPS},
 }
 
-OperandCensuses = dict[tuple[str, str], Census]  # by operand and part; rows and columns are counted after scaling
+OperandCensuses = dict[tuple[str, str], Census]  # by operand and part; all but WHOLE are counted after scaling
 
 
 class CountingForward:
@@ -53,9 +69,10 @@ class CountingForward:
         for part in {WHOLE, *self._with_scales[operand]}:
             with torch.no_grad():
                 counted = tensor.detach()
-                if part != WHOLE and counted.numel():  # scale rows or columns by torchao's scales, powers of two
+                if part != WHOLE and counted.numel():  # torchao's scales are powers of two as well
                     matrix = counted.reshape(-1, counted.shape[-1]).float()
-                    counted = matrix * scales_of(matrix.abs().amax(ALONG[part], keepdim=True), TOPS[E4M3])
+                    height, width = (size or whole for size, whole in zip(SIZES[part], matrix.shape, strict=True))
+                    counted = matrix * spread_blocks(block_scales(matrix, height, width), height, width, matrix.shape)
                 found = census(counted)
             known = self._sample.get((operand, part))
             # A weight is the same in all micro-batches of a step.
@@ -101,7 +118,7 @@ def _add_sample(stats: Float8OperandStats, parts: tuple[str, ...], sample: Opera
             scale = float(scales_of(torch.tensor(counted.amax), TOPS[E5M2 if stats.fmt == "e5m2" else E4M3]))
             amaxes = (counted.amax,)
         if counted.nonzeros:
-            exponents = {WHOLE: round(math.log2(scale))}  # rows and columns are counted after scaling
+            exponents = {WHOLE: round(math.log2(scale))}  # other parts are counted after scaling
             share = max(
                 sample[stats.operand, part].flushed(stats.fmt, exponents.get(part, 0))
                 / sample[stats.operand, part].nonzeros

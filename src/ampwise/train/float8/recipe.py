@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from ampwise.errors import BadInput, UnknownName
 from ampwise.finding.terminal import shortened
 
-__all__ = ["AUTO", "BACKENDS", "MATMULS", "MEASURED", "RECIPES", "Fp8"]
+__all__ = ["AUTO", "BACKENDS", "BLOCK_RECIPE", "MATMULS", "MEASURED", "RECIPES", "Fp8"]
 
 OURS, TORCHAO, TRANSFORMER_ENGINE = "ampwise", "torchao", "transformer-engine"
 
@@ -15,6 +15,7 @@ OURS, TORCHAO, TRANSFORMER_ENGINE = "ampwise", "torchao", "transformer-engine"
 RECIPES: dict[str, tuple[str, ...]] = {
     "current": (OURS, TRANSFORMER_ENGINE),
     "delayed": (OURS, TRANSFORMER_ENGINE),
+    "block": (OURS,),
     "tensorwise": (TORCHAO,),
     "rowwise": (TORCHAO,),
     "rowwise+hp-weight-grad": (TORCHAO,),
@@ -24,7 +25,9 @@ MEASURED = "measured"  # the fastest of them for each layer, or BF16
 AUTO = "auto"  # for each layer the fastest of current's matmuls whose errors are within the limit
 ERROR_LIMIT = 0.1  # rounding alone gives 0.04 in the forward pass, and 0.06 with gradients in E5M2
 DELAYED, OF_DELAYED = "delayed", ("history", "margin", "update")  # and its parameters
-BY_ROW = ("rowwise", "rowwise+hp-weight-grad")  # one scale per row, and all operands in E4M3
+BY_ROW = ("rowwise", "rowwise+hp-weight-grad")  # one scale per row
+BLOCK_RECIPE = "block"  # one scale per 128 values of a row, and of weights per 128 × 128
+ALL_E4M3 = (*BY_ROW, BLOCK_RECIPE)  # gradients too
 BACKENDS = tuple(dict.fromkeys(backend for backends in RECIPES.values() for backend in backends))
 GRADIENTS = ("e5m2", "e4m3")
 UPDATES = ("max", "last")
@@ -38,12 +41,13 @@ class Fp8:
 
     Args:
         recipe: ``"current"`` scales by the largest magnitude of each tensor now; ``"delayed"`` by those of past steps,
-            which saves a read; ``"tensorwise"``, ``"rowwise"`` and ``"rowwise+hp-weight-grad"`` are torchao's;
-            ``"measured"`` times them for each layer and takes the fastest, if it is faster than BF16; ``"auto"``
-            decides for each matmul of a layer, by its time and its error.
+            which saves a read; ``"block"`` by that of each block now, of 128 values of an activation or gradient and of
+            128 × 128 of a weight, with all in E4M3; ``"tensorwise"``, ``"rowwise"`` and ``"rowwise+hp-weight-grad"``
+            are torchao's; ``"measured"`` times them for each layer and takes the fastest, if it is faster than BF16;
+            ``"auto"`` decides for each matmul of a layer, by its time and its error.
         backend: ``"ampwise"``, ``"torchao"`` or ``"transformer-engine"``; by default, the first that has the recipe.
-        gradients: the format of gradients, ``"e5m2"`` for its range or ``"e4m3"`` for its precision; ampwise's layers
-            only.
+        gradients: the format of gradients, ``"e5m2"`` for its range or ``"e4m3"`` for its precision; ampwise's
+            ``"current"`` and ``"delayed"`` only.
         history, margin, update: parameters of ``"delayed"``: the number of past steps, the number of powers of two left
             free above their magnitudes, and whether the largest (``"max"``) or the last (``"last"``) of them counts.
         matmuls: which of a layer's matmuls are in FP8: ``"forward"``, ``"dgrad"`` (the gradient of the input) and
@@ -135,8 +139,8 @@ class Fp8:
 
     @property
     def gradient_format(self) -> str:
-        """Format that gradients are cast to; torchao's rowwise recipes set it themselves."""
-        return "e4m3" if self.recipe in BY_ROW else self.gradients
+        """Format that gradients are cast to; recipes that are all in E4M3 set it themselves."""
+        return "e4m3" if self.recipe in ALL_E4M3 else self.gradients
 
 
 def _check_recipe(recipe: object, backend: object) -> None:
