@@ -29,15 +29,16 @@ def test_all_keys(write):
         exclude = ["a"]
         extend-exclude = ["b"]
         output-format = "concise"
+        target-torch = "2.2"
         [tool.ampwise.per-file-ignores]
         "tests/*" = ["ALL"]
         """,
     )
     found = read_settings("pyproject.toml")
-    assert len(KEYS) == 7
+    assert len(KEYS) == 8
     assert (found.select, found.ignore, found.extend_select) == (("AMP1",), ("AMP101",), ("AMP2",))
     assert (found.exclude, found.extend_exclude) == (("a",), ("b",))
-    assert found.output_format == "concise"
+    assert (found.output_format, found.target_torch) == ("concise", "2.2")
     assert found.per_file_ignores == {"tests/*": ("ALL",)}
 
 
@@ -74,6 +75,8 @@ def test_the_nearest_file_that_speaks_of_ampwise_holds(write):
         ("per-file-ignores = []", 'per-file-ignores: expected a table such as {"tests/*" = ["AMP101"]}, got a list'),
         ("per-file-ignores = {a = 'b'}", "per-file-ignores.'a': expected a list of strings, got a string"),
         ("output-format = 2020-01-01", 'output-format: expected a name such as "concise", got'),
+        ("target-torch = 2.2", 'target-torch: expected a version such as "2.2", got a number'),
+        ("target-torch = '>=2'", "target-torch: expected a version such as \"2.2\", got '>=2'"),
         ("a = ", "ampwise.toml is not TOML: Invalid value"),
     ],
 )

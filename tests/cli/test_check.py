@@ -147,7 +147,7 @@ def test_selection(check, write, words, codes):
 def test_unreadable_files_are_named_and_the_rest_goes_on(check, write):
     write(a=BAD, b="def (", c=b"\xff")
     code, out, err = check("--output-format=concise", ".", "gone.py")
-    assert code == 1
+    assert code == 2
     assert "a.py:2:1: AMP101" in out
     assert err.splitlines() == [
         "ampwise: b.py: cannot check: syntax error at line 1: invalid syntax",
@@ -156,6 +156,22 @@ def test_unreadable_files_are_named_and_the_rest_goes_on(check, write):
         "ampwise: gone.py: cannot check: no such file or folder",
     ]
     assert out.splitlines()[-1] == "3 paths could not be checked."
+
+
+def test_a_file_that_could_not_be_checked_is_an_error_for_programs(check, write):
+    """Whatever the other files have: a job must not pass on a file that nobody read."""
+    write(a="x = 1\n", b="x = 1\ndef (")
+    said = "cannot check: syntax error at line 2: invalid syntax"
+    code, out, _ = check("--json")
+    [item] = json.loads(out)
+    assert (code, item["filename"], item["location"]["row"], item["message"]) == (2, "b.py", 2, said)
+    assert check("--output-format=github")[:2] == (2, f"::error title=not-checked,file=b.py,line=2::{said}\n")
+    [issue] = json.loads(check("--output-format=gitlab")[1])
+    assert (issue["description"], issue["location"]["lines"]["begin"]) == (said, 2)
+    [result] = json.loads(check("--output-format=sarif")[1])["runs"][0]["results"]
+    assert (result["level"], result["message"]["text"]) == ("error", said)
+    for words in (["--exit-zero"], ["--diff"], ["--fix"], ["--add-noqa"]):
+        assert check(*words)[0] == 2
 
 
 NOTEBOOK = json.dumps({"nbformat": 4, "cells": [{"cell_type": "code", "source": text} for text in ("x = 1", "def (")]})
@@ -180,8 +196,9 @@ def test_what_was_not_checked_has_not_passed(check, write, name, text, missed):
         ["--statistics", "--output-format=github"],
     ):
         code, out, _ = check(*words)
-        assert (code, out) == (0, f"No findings, but {missed}.\n")
-    assert [note["code"] for note in json.loads(check("--json")[1])] == [None] * missed.endswith("in part")
+        assert (code, out) == (0 if missed.endswith("in part") else 2, f"No findings, but {missed}.\n")
+    severity = "note" if missed.endswith("in part") else "error"
+    assert [(item["code"], item["severity"]) for item in json.loads(check("--json")[1])] == [(None, severity)]
     assert check("--diff")[2].splitlines()[-1] == f"ampwise: nothing to fix, but {missed}"
     write(a=BAD)
     assert check()[1].splitlines()[-1] == f"{missed}."
@@ -198,7 +215,6 @@ def test_exit_2_when_nothing_could_be_read(check, write):
     folder = write(b="def (")
     assert check()[0] == 2
     assert check()[1] == "", "not that all checks passed"
-    assert check("--json")[:2] == (2, "[]\n")
     assert check("--exit-zero")[0] == 2
     (folder / "docs").mkdir()
     assert check("docs") == (2, "", "ampwise: docs: no Python file or notebook in this folder\n")

@@ -96,6 +96,11 @@ def test_help_of_a_command(here):
         ),
         (["ch"], "unknown command 'ch'. Did you mean check or checkpoints? `ampwise --help` lists the commands."),
         (["compare"], "unknown command 'compare'. Did you mean `ampwise bench`?"),
+        (
+            ["trace"],
+            "unknown command 'trace'. `ampwise run train.py` traces NaN in a script to its line; in Python, "
+            "`ampwise.trace(loss_fn, x, y)` traces one step; `ampwise replay` runs a saved one again.",
+        ),
         (["resume"], "unknown command 'resume'. Did you mean `ampwise checkpoints`?"),
         (["rules"], "unknown command 'rules'. Did you mean `ampwise explain`?"),
         (["lint", "train.py"], "unknown command 'lint'. Did you mean `ampwise check`?"),

@@ -90,4 +90,6 @@ def test_findings_are_sent_and_then_fail_the_job(act, tmp_path):
 
 def test_what_is_clean_or_cannot_be_checked(act):
     assert act("Check", BAD, args="--ignore AMP101")[0] == 0
-    assert act("Write SARIF", BAD, paths="gone.py")[0] == 2
+    assert act("Write SARIF", BAD, paths="gone.py")[0] == 0  # the report says so, and can be sent
+    assert act("Check", BAD, paths="gone.py")[0] == 2
+    assert act("Write SARIF", BAD, args="--nonsense")[0] == 2

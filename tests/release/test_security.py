@@ -15,7 +15,7 @@ POLICY = ROOT / "docs" / "security.md"
 
 RUNS_THE_SCRIPT = "watch/script.py"  # `ampwise run`, which is there to run one
 # Statements of the running script, once more.
-RUNS_ITS_CODE = ("watch/loss_code.py", "watch/code_slice.py", "watch/update_by_hand.py")
+RUNS_ITS_CODE = ("watch/loss_code.py", "watch/code_slice.py", "watch/outside_values.py", "watch/update_by_hand.py")
 # `ampwise init`, which tries the `make` that it has drafted from a script, in a process of its own.
 TRIES_THE_DRAFT = ("tune/init/trial.py", "tune/init/random_batch.py")
 # Calls that make code of data, or a shell's command of text; and the only files that may have them.

@@ -180,6 +180,32 @@ def train_one_epoch(model, optimizer, loader, args):
         loss.backward()
         optimizer.step()
 """
+SETTINGS = """
+from dataclasses import dataclass
+
+@dataclass
+class Settings:
+    amp_dtype: str = "bf16"
+
+def settings():
+    return Settings()
+"""
+BF16_BY_SETTINGS = """
+import torch
+from settings import settings
+
+def train(model, optimizer, loader):
+    args = settings()
+    dtype = torch.bfloat16 if args.amp_dtype == "bf16" else torch.float16  # expect: AMP303
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=dtype):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
 BF16_BY_DEFAULT = """
 import argparse
 from engine import train_one_epoch
@@ -202,6 +228,22 @@ def evaluate(model, loader):
     for x, y in loader:
         correct += model(x).argmax(1).eq(y).sum()  # expect: AMP501
     return correct
+"""
+EVALUATES_BY_AN_OBJECT = """
+import torch
+
+class Accuracy:
+    def __call__(self, net, loader):
+        correct = 0
+        for x, y in loader:
+            correct += net(x).argmax(1).eq(y).sum()  # expect: AMP501
+        return correct
+
+@torch.no_grad()
+def evaluate(net, loader):
+    net.eval()
+    measure = Accuracy()
+    return measure(net, loader)
 """
 LOADS_IN_BF16 = """
 import torch
@@ -327,7 +369,90 @@ def train(task: Task, loader, optimizer):
         scaler.update()
 """
 
+KEEPS = """
+import torch
+
+class Base:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def fit(self, loader):
+        for epoch in range(3):
+            self.train_epoch(loader)
+            self.keep(epoch)
+
+    def keep(self, epoch):
+        state = {{"epoch": epoch, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}}{expect}
+        torch.save(state, "last.pt")
+"""
+LEARNS = """
+import torch
+from base import Base
+
+class Learner(Base):
+    def __init__(self, model, optimizer):
+        super().__init__(model, optimizer)
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def train_epoch(self, loader):
+        for x in loader:
+            self.optimizer.zero_grad()
+            with torch.autocast("cuda"):
+                loss = self.model(x).sum()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+"""
+LEARNS_AND_KEEPS = (
+    LEARNS
+    + """
+    def keep(self, epoch):
+        super().keep(epoch)
+        torch.save(self.scaler.state_dict(), "scaler.pt")
+"""
+)
+CALLED_SCALER = """
+import torch
+
+class NativeScaler:
+    def __init__(self):
+        self._scaler = torch.amp.GradScaler("cuda"){expect}
+
+    def __call__(self, loss, optimizer):
+        self._scaler.scale(loss).backward()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+"""
+SHARDS = """
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from misc import NativeScaler
+
+def train(model, loader):
+    model = {wrap}(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+    loss_scaler = NativeScaler()
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        loss_scaler(loss, optimizer)
+        schedule.step()  # expect: AMP114
+"""
+
+
 CASES = {
+    "a base class saves": {"base.py": KEEPS.format(expect="  # expect: AMP204"), "learner.py": LEARNS},
+    "a base class saves, the scaler elsewhere": {"base.py": KEEPS.format(expect=""), "learner.py": LEARNS_AND_KEEPS},
+    "an FSDP model and a plain scaler in another file": {
+        "misc.py": CALLED_SCALER.format(expect="  # expect: AMP309"),
+        "train.py": SHARDS.format(wrap="FullyShardedDataParallel"),
+    },
+    "a plain scaler in another file": {
+        "misc.py": CALLED_SCALER.format(expect=""),
+        "train.py": SHARDS.format(wrap="torch.nn.DataParallel"),
+    },
     "weights loaded in BF16 by a helper": {
         "loading.py": LOADS_IN_BF16,
         "making.py": MAKES_PLAIN,
@@ -347,6 +472,10 @@ CASES = {
         "train.py": train("from val import evaluate", save="model.train(), evaluate(model, loader)"),
         "val.py": EVALUATES_ITSELF,
     },
+    "evaluated by an object of a helper, after the training": {
+        "train.py": train("from val import evaluate", save="model.train()") + "    evaluate(model, loader)\n",
+        "val.py": EVALUATES_BY_AN_OBJECT,
+    },
     "evaluated by a helper under autocast": {
         "train.py": train(
             "from val import evaluate", save='with torch.autocast("cuda"):\n            evaluate(model, loader)'
@@ -355,6 +484,11 @@ CASES = {
     },
     "scaler of a builder in BF16": {"builder.py": BUILDS, "train.py": IN_A_BUILDERS_BF16},
     "BF16 by the default of the importer": {"engine.py": ONE_EPOCH, "main.py": BF16_BY_DEFAULT},
+    "BF16 by the default of imported settings": {"train.py": BF16_BY_SETTINGS, "settings.py": SETTINGS},
+    "FP16 by the default of imported settings": {
+        "train.py": BF16_BY_SETTINGS.replace("  # expect: AMP303", ""),
+        "settings.py": SETTINGS.replace("bf16", "fp16"),
+    },
     "BF16 by no default": {
         "engine.py": ONE_EPOCH.replace("  # expect: AMP303", ""),
         "main.py": BF16_BY_DEFAULT.replace('default="bf16"', 'default="tf32"'),
@@ -442,3 +576,176 @@ def test_finds_what_is_marked_and_nothing_else(files, tmp_path, monkeypatch):
     report, _ = check_paths(["."], RuleSelection(SettingsByFolder(), SelectorLayer(select=("ALL",))), jobs=1)
     found = [(finding.place.file, finding.place.line, finding.rule.code) for finding in report.findings]
     assert found == expected
+
+
+def test_the_evaluation_of_a_file_that_is_only_imported_is_reported_at_its_call(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "val.py").write_text(EVALUATES_ITSELF)
+    plain, wrapped = (
+        "model.train(), evaluate(model, loader)",
+        'with torch.autocast("cuda"):\n            evaluate(model, loader)',
+    )
+    for name, call in (("train.py", plain), ("wraps.py", wrapped)):
+        (tmp_path / name).write_text(train("from val import evaluate", save=call))
+    rules = RuleSelection(SettingsByFolder(), SelectorLayer(select=("AMP501",)))
+    found = [finding for path in ("train.py", "wraps.py") for finding in check_paths([path], rules, jobs=1)[0].findings]
+    assert [(finding.place.file, finding.place.line) for finding in found] == [("train.py", 14)]
+    assert found[0].message.endswith("(in val.py:9:20)")
+
+
+TWO_STEPS = """
+import torch
+from norms import norm
+
+def train(model, optimizer, scaler, loader, halves):
+    for x in loader:
+        optimizer.zero_grad()
+        if halves:
+            scaler.scale(model(x) / 2).backward()
+            print(norm(model.parameters()))
+        else:
+            scaler.scale(model(x)).backward()
+            print(norm(model.parameters()))
+        scaler.step(optimizer)
+        scaler.update()
+"""
+NORM = """
+def norm(parameters):
+    return sum(p.grad.norm() ** 2 for p in parameters) ** 0.5
+"""
+
+
+def test_each_call_of_a_helper_that_is_only_imported_is_reported_with_its_own_backward(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "norms.py").write_text(NORM)
+    (tmp_path / "train.py").write_text(TWO_STEPS)
+    report, _ = check_paths(["train.py"], RuleSelection(SettingsByFolder(), SelectorLayer(select=("AMP102",))), jobs=1)
+    assert [(found.place.line, found.message.partition("from ")[2]) for found in report.findings] == [
+        (10, "line 9 (in norms.py:3:16)"),
+        (13, "line 12 (in norms.py:3:16)"),
+    ]
+
+
+def test_a_rule_may_have_its_words_in_what_a_file_imports(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "steps.py").write_text(
+        "def apply(loss, scaler, optimizer, scheduler):\n    optimizer.zero_grad()\n    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n    scheduler.step()\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom steps import apply\n\ndef train(model, optimizer, scheduler, loader):\n"
+        "    scaler = torch.amp.GradScaler('cuda')\n    for x in loader:\n        with torch.autocast('cuda'):\n"
+        "            loss = model(x).mean()\n        apply(loss, scaler, optimizer, scheduler)\n"
+    )
+    rules = RuleSelection(SettingsByFolder(isolated=True), SelectorLayer(select=("AMP114",)))
+    [finding] = check_paths(["train.py"], rules, jobs=1)[0].findings
+    assert (finding.place.file, finding.place.line) == ("train.py", 9)
+
+
+def test_a_finding_in_a_helper_names_the_loop_that_calls_it(tmp_path, monkeypatch):
+    """Nothing accumulates in the helper itself."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "helper.py").write_text("def run(loss, loss_scaler):\n    loss_scaler.scale(loss).backward()\n")
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom helper import run\n\ndef train(model, optimizer, loader, n):\n"
+        "    scaler = torch.amp.GradScaler('cuda')\n    for i, (x, y) in enumerate(loader):\n"
+        "        with torch.autocast('cuda'):\n            loss = (model(x) - y).square().mean()\n"
+        "        run(loss, scaler)\n        if (i + 1) % n == 0:\n"
+        "            scaler.step(optimizer)\n            scaler.update()\n            optimizer.zero_grad()\n"
+    )
+    report, _ = check_paths(["."], RuleSelection(SettingsByFolder(isolated=True), SelectorLayer(select=("AMP205",))))
+    [finding] = report.findings
+    assert (finding.place.file, finding.place.line) == ("helper.py", 2)
+    assert "in the loop of line 6 of train.py" in finding.message
+    assert "`loss_scaler.scale(loss / n).backward()`." in finding.fix
+    assert finding.fix.endswith("No automatic fix: the loop is in another function.")
+    assert (finding.evidence["loop"]["file"], finding.evidence["loop"]["line"]) == ("train.py", 6)
+
+
+SCALERS = """
+import torch
+import torch.amp as amp
+
+class GradScaler(amp.GradScaler):
+    def step(self, optimizer, *args, **kwargs):
+        if self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        good = True
+        for p in optimizer.param_groups[0]["params"]:
+            if torch.isnan(p.grad).any():
+                good = False
+        if good:
+            return optimizer.step()
+"""
+BY_ITS_SCALER = """
+import torch
+from scalers import GradScaler
+
+class Trainer:
+    def __init__(self, model, optimizer, enabled):
+        self.model, self.optimizer, self.enabled = model, optimizer, enabled
+        self.scaler = None
+
+    def train(self, loader):
+        for x in loader:
+            self.optimizer.zero_grad()
+            with torch.amp.autocast("cuda", enabled=self.enabled):
+                loss = self.model(x).sum()
+            self.scaler.scale(loss).backward()
+            self.scaler.unscale_(self.optimizer)
+            if not self.skips():
+                self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def skips(self):
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0) > 100
+
+    def begin(self):
+        self.scaler = GradScaler("cuda", enabled=self.enabled)
+"""
+
+
+def test_a_scaler_of_the_script_s_own_may_step_without_the_scale(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scalers.py").write_text(SCALERS)
+    (tmp_path / "train.py").write_text(BY_ITS_SCALER)
+    report, _ = check_paths(
+        ["train.py"], RuleSelection(SettingsByFolder(isolated=True), SelectorLayer(select=("AMP109",)))
+    )
+    assert not report.findings
+
+
+LATER = """
+from torch.amp import GradScaler
+
+class LaterScaler(GradScaler):
+    def step(self, optimizer, *args, **kwargs):
+        return super().step(optimizer, *args, **kwargs)
+
+    def update_later(self):
+        self.pending = True
+"""
+BY_LATER = """
+import torch
+from scalers import LaterScaler
+
+def train(model, optimizer, loader):
+    scaler = LaterScaler("cuda")
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = model(x, y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update_later()
+"""
+
+
+def test_a_scaler_class_with_an_update_of_its_own_is_not_said_to_miss_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scalers.py").write_text(LATER)
+    (tmp_path / "train.py").write_text(BY_LATER)
+    report, _ = check_paths(
+        ["train.py"], RuleSelection(SettingsByFolder(isolated=True), SelectorLayer(select=("AMP105",)))
+    )
+    assert not report.findings

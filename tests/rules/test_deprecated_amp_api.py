@@ -99,3 +99,47 @@ def test_works_however_the_findings_are_split(left, tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             runpy.run_path(str(script), run_name="__main__")
+
+
+OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
+NEW = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_old"),
+    [
+        ("requirements.txt", "numpy\ntorch==1.13.1\n", True),
+        ("requirements-dev.txt", "torch[cuda]>=2.0,<3  # any\n", True),
+        ("requirements.txt", "torch<2.4", True),
+        ("requirements/base.txt", "torch~=2.1.0", True),
+        ("pyproject.toml", "[project]\ndependencies = [\"torch>=1.10; python_version > '3.8'\"]\n", True),
+        ("pyproject.toml", '[tool.poetry.dependencies]\ntorch = {version = "^2.0"}\n', True),
+        ("setup.cfg", "[options]\ninstall_requires =\n    torch>=1.8\n", True),
+        ("setup.py", "setup(install_requires=['torch >= 1.8'])\n", True),
+        ("pyproject.toml", '[tool.ampwise]\ntarget-torch = "2.2"\n', True),
+        ("requirements.txt", "torch\ntorchvision==0.13\ntorch-geometric==1.0\n# torch==1.0\n", False),
+        ("requirements.txt", "torch==2.4.1+cu118", False),
+        ("requirements.txt", "torch<2.5", False),
+        ("ampwise.toml", 'target-torch = "2.6"', False),
+    ],
+)
+def test_no_safe_fix_for_a_torch_without_the_new_names(name, text, is_old, tmp_path, monkeypatch, capsys):
+    """The new name is an ImportError or an AttributeError there."""
+    from ampwise.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".git").mkdir()
+    script, file = tmp_path / "src" / "train.py", tmp_path / name
+    for each, content in ((script, OLD), (file, text)):
+        each.parent.mkdir(exist_ok=True)
+        each.write_text(content)
+    if name == "ampwise.toml":  # the setting wins
+        (tmp_path / "requirements.txt").write_text("torch==1.13")
+    main(["check", "--output-format=full", "src"])
+    said = capsys.readouterr().out
+    assert "torch 2.4" in said
+    assert ("Not a safe fix: " in said) == is_old
+    main(["check", "--fix", "src"])
+    assert script.read_text() == (OLD if is_old else NEW)
+    main(["check", "--fix", "--unsafe-fixes", "src"])
+    assert script.read_text() == NEW

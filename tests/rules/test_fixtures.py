@@ -112,7 +112,8 @@ def test_every_check_of_a_run_has_a_case():
     """In the fixture of its rule, or among the scripts and records of tests/watch."""
     watch = Path(__file__).parent.parent / "watch"
     marked = {code for _, code in expectations((watch / "test_conduct.py").read_text())}
-    marked |= set(re.findall(r"AMP\d{3}", (watch / "test_run_events.py").read_text()))
+    for name in ("test_run_events.py", "test_replaying.py"):
+        marked |= set(re.findall(r"AMP\d{3}", (watch / name).read_text()))
     marked |= {code for path in FIXTURES for _, code in expectations(path.read_text(), AT_RUN_TIME)}
     watched = [module.RULE.code for module in rule_modules() if hasattr(module, "check_event")]
     assert not [f"{code}: add a run_* function with `# at run time: {code}`" for code in watched if code not in marked]

@@ -3,15 +3,34 @@
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 from ampwise.finding import Place
-from ampwise.finding.registry import built_in_rules, find_rule, run_checks
+from ampwise.finding.registry import built_in_rules, find_rule, run_checks, source_rules
+from ampwise.report.printers.rule_page import rule_page
 from ampwise.report.verdict import worst_first
 from ampwise.runs.rows import CountedFinding, fold_consequences
+from ampwise.watch.gradient_health import GradientHealth, UpdateCounts
 from ampwise.watch.run_events import SchedulerStep
 
 RULES = built_in_rules()
 CODES = {rule.code for rule in RULES}
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_rule_has_the_page_that_findings_link_to():
+    for rule in RULES:
+        assert (ROOT / "docs" / "rules" / str(rule_page(rule)).rpartition("/")[2]).is_file(), rule.code
+
+
+def test_the_documents_count_the_rules_that_check_source():
+    rules = [module.RULE for module in source_rules()]
+    off = sum(not rule.on_by_default for rule in rules)
+    said = f"{len(rules)} of the [rules](rules/index.md) look at source code, {off} of them only when selected"
+    assert said in (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
+    assert f" {len(rules)} rules for mistakes" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_tired_person_can_read_it():
@@ -63,6 +82,19 @@ def test_faults_of_their_own_stay():
     assert folded(*apart) == {code: [] for code in ("AMP101", "AMP114", "AMP204", "AMP501", "AMP612", "AMP904")}
     assert folded(seen("AMP306", 1), seen("AMP611", 20)) == {"AMP306": ["AMP611"]}
     assert folded(seen("AMP601", 20), seen("AMP602", 30), seen("AMP301", 1)) == {"AMP301": ["AMP601", "AMP602"]}
+
+
+def test_weights_that_hardly_move_come_before_all_warnings():
+    def findings(moved):
+        health = GradientHealth(precision="bf16")
+        health.updates.extend([{"fc.weight": UpdateCounts(moved=moved, tried=1000)}] * 5)
+        (found,) = [each for each in run_checks(health) if each.rule.code == "AMP611"]
+        lost = CountedFinding(finding=found, first_step=20, last_step=50)
+        return fold_consequences(worst_first([seen("AMP205", 1), seen("AMP306", 1), lost]))
+
+    still, *_ = findings(20)
+    assert "changed 100 of 5,000 weights with a gradient (2.0%)" in still.finding.message
+    assert [one.finding.rule.code for one in findings(300)] == ["AMP205", "AMP306"]
 
 
 def test_torchs_warning_about_the_scheduler_is_explained_and_not_another_fault():

@@ -3,8 +3,8 @@
 For each file, the nearest settings in its folder or above apply; settings further up are not merged in. Globs are
 relative to the folder of the settings file.
 
-A project may be untrusted: its settings choose rules, files and the output format, but can neither write files, nor
-run anything, nor name a file outside of the project.
+A project may be untrusted: its settings choose rules, files, the output format and the oldest torch, but can neither
+write files, nor run anything, nor name a file outside of the project.
 """
 # ruff: noqa: PTH100, PTH109, PTH113, PTH118, PTH119, PTH120, PTH123 (pathlib is slow, and called per file)
 
@@ -35,10 +35,11 @@ class CheckSettings:
     extend_exclude: tuple[str, ...] = ()
     per_file_ignores: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     output_format: str | None = None
+    target_torch: str | None = None  # the oldest torch that the code must work with: "2.2"
 
 
 LISTS = ("select", "ignore", "extend-select", "exclude", "extend-exclude")
-KEYS = (*LISTS, "per-file-ignores", "output-format")
+KEYS = (*LISTS, "per-file-ignores", "output-format", "target-torch")
 # Only the user may request that files are written, not the project that is checked.
 FOR_THE_COMMAND_LINE = ("fix", "unsafe-fixes", "add-noqa")
 
@@ -142,6 +143,11 @@ def _settings_from(table: dict[str, Any], path: str) -> CheckSettings:
             if not isinstance(value, str):
                 raise BadInput(f'{path}: output-format: expected a name such as "concise", got {_kind(value)}')
             values[key] = value
+        elif key == "target-torch":
+            if not isinstance(value, str) or version_from(value) is None:
+                got = repr(value) if isinstance(value, str) else _kind(value)
+                raise BadInput(f'{path}: target-torch: expected a version such as "2.2", got {got[:LONGEST_KEY]}')
+            values[key] = value
         elif key == "per-file-ignores":
             if not isinstance(value, dict):
                 example = '{"tests/*" = ["AMP101"]}'
@@ -151,6 +157,16 @@ def _settings_from(table: dict[str, Any], path: str) -> CheckSettings:
             values[key] = _strings(key, value, path)
     folder = os.path.dirname(os.path.abspath(path))
     return CheckSettings(source=path, folder=folder, **{key.replace("-", "_"): value for key, value in values.items()})
+
+
+def version_from(text: str) -> tuple[int, int] | None:
+    """Return the version in a setting; None if it is none.
+
+    >>> version_from("2.2"), version_from("1.13.1"), version_from("new")
+    ((2, 2), (1, 13), None)
+    """
+    found = re.fullmatch(r"(\d{1,4})\.(\d{1,4})(?:\.\w{1,20})?", text.strip())
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def _refuse_slow(text: str, path: str) -> None:

@@ -7,6 +7,7 @@ rule needs are skipped; many of the others are split among processes.
 
 from __future__ import annotations
 
+import collections
 import functools
 import operator
 import os
@@ -26,6 +27,7 @@ from ampwise.finding import Finding, registry
 if TYPE_CHECKING:
     from ampwise.check.noqa import Suppressions
     from ampwise.check.source.project import Project, SourceFile
+    from ampwise.finding import Place
 
 Read = TypeVar("Read")
 
@@ -105,6 +107,11 @@ class RuleSelection:
             codes = codes.difference(matching_codes(selector, self._rules))
         return codes
 
+    def target_torch(self, paths: Iterable[str]) -> dict[str, str]:
+        """Return the oldest torch of the settings for each file that has such a setting."""
+        set_to = {path: self.configs.for_file(path).target_torch for path in paths}
+        return {path: version for path, version in set_to.items() if version is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class CheckTask:
@@ -120,6 +127,7 @@ class CheckTask:
     texts: Mapping[str, str] = field(default_factory=dict)  # to check instead of the files on disk
     imported: tuple[str, ...] = ()  # by files given by name: read with them, but not checked
     wanted: Callable[[str], frozenset[str]] | None = None
+    target_torch: Mapping[str, str] = field(default_factory=dict)  # the setting, by file that has one
 
 
 def check_paths(
@@ -139,13 +147,16 @@ def check_paths(
     codes = {path: choice.codes(path) & possible[path] for path in sizes}
     checked = frozenset(found.files)
     # A file given by name is read with what it imports, as in its folder; only its own findings are reported.
-    by_name = [path for path in map(os.path.normpath, paths) if codes.get(path)]
+    by_name = [path for path in map(os.path.normpath, paths) if path in codes and possible.get(path)]
     imported = [path for path in _imported(by_name) if path not in checked]
+    for path in by_name if imported else ():
+        codes[path] |= choice.codes(path) & _possible_with(path, imported)
     task = CheckTask(
         tuple(found.files),
         codes,
         imported=tuple(imported),
         wanted=lambda path: choice.codes(path) if path in checked else frozenset(),
+        target_torch=choice.target_torch(codes),
     )
     # The cores that this process may use, fewer in a container; only Linux knows.
     jobs = jobs or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()) or 1
@@ -160,7 +171,8 @@ def check_paths(
 def check_text(text: str, path: str, choice: RuleSelection) -> tuple[CheckReport, CheckTask]:
     """Check a text that is not on disk, under the name ``path``."""
     codes = {path: choice.codes(path)}
-    task = CheckTask((path,), codes, {path: text}, tuple(_imported([path], {path: text})))
+    imported = tuple(_imported([path], {path: text}))
+    task = CheckTask((path,), codes, {path: text}, imported, target_torch=choice.target_torch(codes))
     report = check_texts(task)
     report.mixed_precision += any(map(text.encode(errors="replace").__contains__, MIXED_PRECISION))
     return report, task
@@ -177,6 +189,19 @@ def _imported(paths: Sequence[str], texts: Mapping[str, str] | None = None) -> l
     from ampwise.check.source.local_imports import files_imported
 
     return files_imported(paths, texts)
+
+
+def _possible_with(path: str, imported: Sequence[str]) -> frozenset[str]:
+    """Return the rules whose words a training script has together with the files that are read with it."""
+    texts = []
+    for each in (path, *imported):
+        try:
+            texts.append(read_bytes(each))
+        except UnreadableFile:
+            continue
+    if not texts or not any(map(texts[0].__contains__, TRAINER_WORDS)):
+        return frozenset()
+    return frozenset([rule.RULE.code for rule in matching_rules(b"\n".join(texts), registry.source_rules())])
 
 
 def _candidates(files: Sequence[str], report: CheckReport) -> tuple[dict[str, int], dict[str, frozenset[str]]]:
@@ -224,7 +249,7 @@ def _reports(task: CheckTask, project: Project | None = None) -> Iterator[CheckR
     if project is None and (task.texts or any(task.codes.values())):  # else no rule applies to any of the files
         from ampwise.check.source.project import Project
 
-        project = Project(task.project_paths, task.texts, task.imported)
+        project = Project(task.project_paths, task.texts, task.imported, task.target_torch)
     rules = registry.source_rules()
     for path, codes in task.codes.items():
         report = CheckReport()
@@ -259,9 +284,7 @@ def _check_file(project: Project, path: str, modules: Iterable[ModuleType], repo
         except Exception as error:
             failed.setdefault(_one_line(error), []).append(module.RULE.code)
     if project.imported:
-        report.findings = [
-            shown for finding in report.findings if (shown := _in_checked_file(finding, code)) is not None
-        ]
+        report.findings = _in_checked_file(report.findings, code)
     limits = code.limits_met
     if failed or skipped or limits:
         report.partly.append(path)
@@ -270,16 +293,26 @@ def _check_file(project: Project, path: str, modules: Iterable[ModuleType], repo
         report.limits += limits
 
 
-def _in_checked_file(finding: Finding, code: SourceFile) -> Finding | None:
-    """Return a finding in a file that is read, but not checked, at the call that leads there, without its fix."""
-    place = finding.place
-    if place.file not in code.project.imported:
-        return finding
-    call = code.call_leading_to(place)
-    if call is None:
-        return None
-    message = finding.message.replace(f" of {code.path}", "") + f" (in {place})"
-    return replace(finding, place=code.script.place(call), message=message, edits=(), safe=False)
+def _in_checked_file(findings: list[Finding], code: SourceFile) -> list[Finding]:
+    """Return the findings; those in files that are read, but not checked, at the calls that lead there, without fixes.
+
+    Several with texts of their own at one place, such as a helper that two steps call, are at one call each.
+    """
+    shown: list[Finding] = []
+    messages: dict[tuple[str, Place], list[str]] = collections.defaultdict(list)
+    for finding in findings:
+        place = finding.place
+        if place.file not in code.project.imported:
+            shown.append(finding)
+            continue
+        calls = code.calls_leading_to(place)
+        if calls:
+            known = messages[finding.rule.code, place]
+            known += [finding.message] if finding.message not in known else []
+            call = calls[min(known.index(finding.message), len(calls) - 1)]
+            message = finding.message.replace(f" of {code.path}", "") + f" (in {place})"
+            shown.append(replace(finding, place=code.script.place(call), message=message, edits=(), safe=False))
+    return shown
 
 
 def _try_to_read(read: Callable[[str], Read], path: str, report: CheckReport) -> Read | None:
@@ -359,7 +392,7 @@ def _shared_reports(task: CheckTask, sizes: Mapping[str, int], jobs: int) -> Ite
     registry.source_rules()  # loaded once, before the processes are forked
     shares = split_into_shares(sizes, jobs * SHARES_PER_JOB)
     codes = [{path: task.codes[path] for path in share} for share in shares]
-    tasks = [CheckTask(task.project_paths, each, imported=task.imported) for each in codes]
+    tasks = [replace(task, codes=each, wanted=None) for each in codes]  # a process cannot be sent a lambda
     lost = []
     for part, report in _in_pool(tasks, min(jobs, len(tasks))):
         if report is None:
@@ -404,15 +437,21 @@ def _set_up_worker() -> None:
 
 def check_share(task: CheckTask) -> CheckReport:
     """Check one share of the files, in a worker process."""
-    return _merged(_reports(task, project=_project_of_this_process(task.project_paths, task.imported)))
+    return _merged(_reports(task, project=_project_of_this_process(task)))
+
+
+def _project_of_this_process(task: CheckTask) -> Project:
+    """Return one project for all shares of a process, so that common imports are read once per process."""
+    return _project_of(task.project_paths, task.imported, tuple(sorted(task.target_torch.items())))
 
 
 @functools.lru_cache(maxsize=1)
-def _project_of_this_process(paths: tuple[str, ...], imported: tuple[str, ...]) -> Project:
-    """Return one project for all shares of a process, so that common imports are read once per process."""
+def _project_of(
+    paths: tuple[str, ...], imported: tuple[str, ...], target_torch: tuple[tuple[str, str], ...]
+) -> Project:
     from ampwise.check.source.project import Project
 
-    return Project(paths, None, imported)
+    return Project(paths, None, imported, dict(target_torch))
 
 
 def split_into_shares(sizes: Mapping[str, int], number: int) -> list[list[str]]:

@@ -50,7 +50,7 @@ def fix_findings(findings: Iterable[Finding], task: linter.CheckTask, *, unsafe:
     """Fix ``findings``, and others that block their fixes, in the files of ``task``."""
     repairs = FileFixes()
     texts = dict(task.texts)
-    project = Project(task.project_paths, texts, task.imported)
+    project = Project(task.project_paths, texts, task.imported, task.target_torch)
     while True:
         by_file: dict[str, list[Finding]] = {}
         for finding in findings:

@@ -48,7 +48,6 @@ INSTEAD = {
     "lint": "check",
     "fix": "check --fix",
     "runs": "report",
-    "trace": "replay",
     "version": "--version",
     "--out": "--output",
     "--html": "--output",
@@ -136,6 +135,11 @@ def build_parser(words: Sequence[str] = ()) -> _CommandParser:
     name, known = words[len(leading)], commands()
     parser.refuse_command_options(leading, name if name in known else "COMMAND")
     if name not in known:
+        if name == "trace":
+            raise BadInput(
+                "unknown command 'trace'. `ampwise run train.py` traces NaN in a script to its line; in Python, "
+                "`ampwise.trace(loss_fn, x, y)` traces one step; `ampwise replay` runs a saved one again."
+            )
         if name in INSTEAD:
             raise BadInput(f"unknown command {name!r}. Did you mean `ampwise {INSTEAD[name]}`?")
         raise UnknownName("command", name, known, listing="`ampwise --help` lists the commands.")

@@ -25,11 +25,12 @@ rules are on except those that `ampwise explain` marks as off by default. The lo
 AMP101` suppresses it in the whole file. Without a code, all findings are suppressed. --add-noqa writes such comments.
 
 Settings come from [tool.ampwise] in the nearest pyproject.toml, or from an ampwise.toml with the same keys. They
-choose rules, files and the output format; only the command line can make ampwise write files:
+choose rules, files, the output format and the oldest torch; only the command line can make ampwise write files:
   [tool.ampwise]
   select = ["AMP1", "AMP2"]           also: ignore, extend-select
   extend-exclude = ["third_party"]    also: exclude, instead of the defaults
   output-format = "concise"
+  target-torch = "2.2"                the oldest torch that fixes must work with
   [tool.ampwise.per-file-ignores]
   "tests/*" = ["sync-every-step"]
 
@@ -44,8 +45,9 @@ and the findings to stderr.
 hide text are shown as escapes, as in all of ampwise's output.
 
 The exit code is 0 without findings, 1 with findings (after --fix: remaining ones; with --diff: if a file would change),
-and 2 if no file could be read or the arguments are wrong. With --exit-zero, findings give 0, too. Files that cannot be
-read are named on stderr and counted in the last line; the other files are still checked.
+and 2 if a file could not be checked, such as one with a syntax error, or the arguments are wrong. With --exit-zero,
+findings give 0, too. Files that cannot be checked are named on stderr, counted in the last line, and an error in the
+formats for programs; the other files are still checked. A file that is checked only in part does not change the code.
 """
 
 from __future__ import annotations
@@ -137,7 +139,7 @@ def _run(args: argparse.Namespace) -> int:
         found = find_files(args.paths, configs, force_exclude=args.force_exclude)
         write("".join(f"{printable(path)}\n" for path in found.files), sys.stdout)
         _warn(args, CheckReport(unreadable=found.unreadable, notes=found.notes))
-        return 2 if found.unreadable and not found.files else 0
+        return 2 if found.unreadable else 0
     if args.paths == [STDIN]:
         _set_output_format(args, configs.for_file(args.stdin_filename or ""))
         return _run_stdin(args, choice)
@@ -250,8 +252,9 @@ def _print_report(
         elif for_people and not left:
             write(paint(_all_passed(report), "ok", wants_colour(stream)) + "\n", stream)
         else:
+            notes = [*report.notes, *report.limits]
             print_findings(
-                report.findings, args.output_format, stream, texts=texts, notes=[*report.notes, *report.limits]
+                report.findings, args.output_format, stream, texts=texts, notes=notes, unread=report.unreadable
             )
     if for_people:
         lines = ""
@@ -283,9 +286,8 @@ def _missed(args: argparse.Namespace, report: CheckReport) -> str:
 
 
 def _exit_code(args: argparse.Namespace, report: CheckReport, found: bool) -> int:
-    if not report.files_checked:
-        only_excluded = report.excluded and not report.unreadable
-        return 0 if only_excluded else 2
+    if report.unreadable or not (report.files_checked or report.excluded):
+        return 2
     return 1 if found and not args.exit_zero else 0
 
 

@@ -248,6 +248,10 @@ class Rule(_Record):
         fix, known, changes = fix or self.fix, dict(evidence or {}), tuple(edits)
         return Finding(rule=self, place=place, message=message, evidence=known, fix=fix, edits=changes, safe=safe)
 
+    def without_edit(self, why: str, fix: str | None = None) -> str:
+        """Return the advice for a place where a rule that has automatic fixes offers none, with the reason."""
+        return f"{fix or self.fix} No automatic fix: {why}."
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         data = {name: getattr(self, name) for name in self.__slots__}

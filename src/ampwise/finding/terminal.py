@@ -136,6 +136,18 @@ def wants_colour(stream: TextIO) -> bool:
     return _is_terminal(stream) and os.environ.get("TERM") != "dumb"
 
 
+def terminal_width(stream: TextIO, narrowest: int = 60) -> int | None:
+    """Return how wide text for a terminal may be, at least ``narrowest``; None for a file or pipe."""
+    if not _is_terminal(stream):
+        return None
+    columns = os.environ.get("COLUMNS", "")
+    try:
+        wide = int(columns) if columns.isdecimal() else os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):  # a replacement for stdout may be no file
+        return None
+    return max(wide, narrowest)
+
+
 def paint(text: str, style: str, colour: bool) -> str:
     """Return ``text`` in one of STYLES, or unchanged without colour."""
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if colour and text else text

@@ -347,10 +347,15 @@ class AgentTools:
         if len(text) > LONGEST_TEXT:
             raise BadInput(f"text: expected at most {LONGEST_TEXT} characters, got {len(text)}. Name a file instead.")
         where: list[Word] = [NamedPath("settings"), "-"] if text else [NamedPath("scripts", paths or ["."])]
-        return await self._command("check", [*options, *where], text or None)
+        return await self._command("check", [*options, *where], text or None, may_miss_files=True)
 
-    async def _command(self, command: str, words: Sequence[Word], text: str | None = None) -> CommandResult:
-        """Run a command; another exit code than 0 or 1 raises BadInput with its last line."""
+    async def _command(
+        self, command: str, words: Sequence[Word], text: str | None = None, *, may_miss_files: bool = False
+    ) -> CommandResult:
+        """Run a command; another exit code than 0 or 1 raises BadInput with its last line.
+
+        may_miss_files: 2 is for files that could not be checked, too, which do not spoil the result for the others.
+        """
         if self._waiting >= MOST_WAITING:
             raise BadInput(f"{self._waiting} requests are still running: try again later.")
         self._waiting += 1
@@ -359,7 +364,8 @@ class AgentTools:
                 ended = await self._run_command([command, *words], cwd=self._folder.root, seconds=SECONDS, text=text)
         finally:
             self._waiting -= 1
-        if ended.code not in (0, 1) or "Traceback (most recent call last)" in ended.err:
+        missed_files = may_miss_files and ended.code == 2 and "ampwise: error: " not in ended.err
+        if (ended.code not in (0, 1) and not missed_files) or "Traceback (most recent call last)" in ended.err:
             raise BadInput(_last_line(ended))
         return ended
 

@@ -46,26 +46,30 @@ class SourceFiles:
         return "" if place.line is None or place.line > len(lines) else lines[place.line - 1]
 
 
-def excerpt(place: Place, sources: SourceFiles, colour: bool = False) -> list[str]:
-    """Return the line of ``place`` with its number, and carets under what is marked; nothing if there is no line."""
-    return _drawn(place, sources.line(place), colour)
+def excerpt(place: Place, sources: SourceFiles, colour: bool = False, width: int | None = None) -> list[str]:
+    """Return the line of ``place`` with its number, and carets under what is marked; nothing if there is no line.
+
+    width: of the terminal, at which a long line is cut.
+    """
+    return _drawn(place, sources.line(place), colour, width)
 
 
-def _drawn(place: Place, line: str, colour: bool) -> list[str]:
+def _drawn(place: Place, line: str, colour: bool, width: int | None = None) -> list[str]:
     if not line.strip():
         return []
-    code, marks = _cut(line, place)
+    around = len(f"{INDENT}{place.line} | ") + 2 * len("...")
+    code, marks = _cut(line, place, MAX_LINE_WIDTH if width is None else min(width - around, MAX_LINE_WIDTH))
     gutter = paint(f"{place.line} |", "gutter", colour), paint(f"{'':{len(str(place.line))}} |", "gutter", colour)
     shown = [f"{INDENT}{gutter[0]} {code}"]
     return [*shown, f"{INDENT}{gutter[1]} {paint(marks, 'error', colour)}"] if marks else shown
 
 
-def _cut(line: str, place: Place) -> tuple[str, str]:
+def _cut(line: str, place: Place, most: int = MAX_LINE_WIDTH) -> tuple[str, str]:
     """Return the part of a line to show, without indentation, and the carets to print under it."""
     indent = len(line) - len(line.lstrip())
     line = line.strip()
     if place.column is None:
-        return _shown(line[:MAX_LINE_WIDTH]) + ("..." if len(line) > MAX_LINE_WIDTH else ""), ""
+        return _shown(line[:most]) + ("..." if len(line) > most else ""), ""
     start = min(max(place.column - 1 - indent, 0), len(line))
     if place.end_line is None or place.end_column is None:
         stop = start + 1
@@ -75,8 +79,8 @@ def _cut(line: str, place: Place) -> tuple[str, str]:
         if is_all or place.end_line != place.line:
             stop = start + _called(line[start:stop])
     stop = max(stop, start + 1)
-    first = max(0, start - LEAD_IN) if stop > MAX_LINE_WIDTH else 0
-    last = first + MAX_LINE_WIDTH
+    first = max(0, start - LEAD_IN) if stop > most else 0
+    last = first + most
     before = ("..." if first else "") + _shown(line[first:start])
     marked = _shown(line[start : min(stop, last)])
     after = _shown(line[stop:last]) + ("..." if len(line) > last else "")

@@ -77,7 +77,11 @@ def finding_paragraph(
         lines: list[str] = []
         for line in text.split("\n"):
             start = hang if lines else indent
-            lines.append(f"{start}{printable(line)}" if width is None else wrap_text(line, width, start, hang=hang))
+            is_code = bool(lines) and line.startswith(INDENT * 2)  # never wrapped: it is to be copied
+            if width is None or is_code:
+                lines.append(f"{start}{printable(line)}")
+            else:
+                lines.append(wrap_text(line, width, start, hang=hang))
         return "\n".join(lines)
 
     head = f"{finding.severity.word}[{finding.rule.code}]"

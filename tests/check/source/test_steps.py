@@ -188,3 +188,10 @@ def test_of_too_many_ways_a_sample_is_judged():
     assert region.is_sampled
     assert len({event for path in region.paths for event in path.events if event.kind == "update"}) == 13
     assert len(region.visits("scaler step")) == 1
+
+
+def test_what_scaled_the_loss_is_there_in_the_rest_of_the_step():
+    region = region_of(loop_of(*STEP[:2], "if scaler is not None:", "    scaler.unscale_(opt)", *STEP[2:]))
+    assert [kinds(path.events) for path in region.paths] == [
+        ["zero grad", "forward", "scaled backward", "unscale", "scaler step", "update"]
+    ]

@@ -3,6 +3,7 @@
 import ast
 import io
 import json
+import linecache
 from dataclasses import replace
 
 import pytest
@@ -500,3 +501,21 @@ def test_the_commands_explain_them(capsys):
     out = capsys.readouterr().out
     assert out.startswith("AMP904 half-overflow (error)\n")
     assert "Found by\n  ampwise replay, ampwise run, ampwise.trace, ampwise.Engine\n" in out
+
+
+def test_a_wider_format_that_was_tried_and_failed_is_not_the_advice(tmp_path):
+    def fix_of(line, *failed):
+        script = tmp_path / "train.py"
+        script.write_text(line)
+        linecache.checkcache()
+        here = CallSite(file=str(script), line=1)
+        log = origin("aten.log.default", site=CallSite(file="train.py", line=46), module="")
+        trials = [replace(NO_HELP, change="precision", argument=each, origin=log) for each in failed]
+        at = origin("aten.exp.default", exact="finite", exact_largest=1e13, site=here, module="")
+        return finding(FAILED.but(origin=at, trials=tuple(trials))).fix
+
+    assert "Train in BF16" in fix_of("y = x.exp()")
+    assert "Train in BF16" not in fix_of("y = x.exp()", "fp32", "bf16")
+    assert "from the logarithm (log) at train.py:46" in fix_of("y = x.exp()", "fp32", "bf16")
+    assert fix_of("y = x.half().exp()", "fp32", "bf16").startswith("`.half()` in this line converts to FP16")
+    assert "converts" not in fix_of("y = x.exp()  # not x.half()", "fp32", "bf16")

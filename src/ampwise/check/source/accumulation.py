@@ -122,6 +122,43 @@ def events_of_each_micro_batch(
                     yield event
 
 
+def cleared_before_the_last(window: AccumulationWindow) -> list[SourceEvent]:
+    """Return what clears the gradients in the last micro-batch, before its backward: the step applies that one alone.
+
+    It is under the test of the step itself: ``i % n == 0`` there, but not for a step where ``(i + 1) % n == 0``.
+    """
+    loop = window.region.loop
+    if window.loop is not None or loop is None:
+        return []
+    changed = {name for statement in loop.node.body for name in _assigned_in(statement)}
+    tests = {code for step in window.steps for code in _tests_for_the_last(step, changed)}
+    found: dict[SourceEvent, None] = {}
+    for path in window.region.paths if tests else ():
+        cleared: dict[SourceEvent, bool] = {}  # and whether a backward came since
+        for event in path.events:
+            if event.kind == EventKind.ZERO_GRAD and not tests.isdisjoint(_tests_for_the_last(event, changed)):
+                cleared[event] = False
+            elif event in window.steps:
+                applied = [clear for clear, computed in cleared.items() if computed]
+                whole = len(window.optimizers) == 1
+                found.update({clear: None for clear in applied if clear.key == optimizer_of(event) or whole})
+                cleared = {}
+            elif event in window.backwards and tests.isdisjoint(_tests_for_the_last(event, changed)):
+                cleared = dict.fromkeys(cleared, True)
+    return [event for event in found if window.concerns(event)]
+
+
+def _tests_for_the_last(event: SourceEvent, changed: set[str | None]) -> set[str]:
+    """Return the tests for the last micro-batch around an event whose names nothing in the loop changes."""
+    tests = [guard.test for guard in event.context.guards if guard.boundary is not None and guard.holds]
+    return {
+        code_of(test)
+        for test in tests
+        if test is not None
+        and changed.isdisjoint(dotted_text(part) for part in walk(test) if isinstance(part, ast.Name | ast.Attribute))
+    }
+
+
 def optimizer_of(step: SourceEvent) -> str | None:
     """Return the key of the optimizer that a step applies."""
     return step.other if step.kind == EventKind.SCALER_STEP else step.key

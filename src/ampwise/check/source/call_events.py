@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from dataclasses import replace
 
 from ampwise.check.source.accelerators import ITS_SCALER, accelerates_in_fp16, is_accelerator
 from ampwise.check.source.events import Branch, BranchGuard, EventBlock, EventContext, EventKind, Node, SourceEvent
@@ -19,7 +20,8 @@ from ampwise.check.source.tree_walk import walk
 
 TENSOR_NAME = LazyPattern(  # student_logits.view(...), init_model(config)
     r"(logits?|outputs?|outs?|loss|losses|feats?|features|preds?|probs?|embeds?|embeddings?|masks?|labels?|scores?|"
-    r"params?|parameters|config|cfg|args|name|path|dir|dict|state|weights?|inputs?)$|"
+    r"params?|parameters|config|cfg|args|name|path|dir|dict|state|weights?|inputs?|info|summary)$|"
+    r"_(save|load|export|update|collect|init|setup)$|"
     r"^(init|build|make|create|get|load|setup|prepare|save|compile|wrap|unwrap|register)_",
     re.IGNORECASE,
 )
@@ -53,6 +55,10 @@ HARMLESS = frozenset(
     "isinstance len print id hasattr getattr setattr type str repr bool list tuple dict set enumerate zip range iter "
     "save state_dict load_state_dict append add format info debug warning log vars items issubclass watch".split()
 )
+# adjust_learning_rate(optimizer, epoch), get_lr(optimizer): they touch no gradient.
+SETS_LR = LazyPattern(r"^_?(adjust|set|get|update|decay)_(lr|learning_rate)s?(_|$)")
+# What a scaler takes that runs the whole step when it is called, besides the loss and the optimizer.
+TAKEN_BY_SCALER = frozenset(("parameters", "clip_grad", "create_graph", "update_grad", "need_update"))
 # Names of lists of gradients.
 GRADIENTS = ("grads", "gradients", "device_grads", "all_grads")
 IN_PLACE = ("clamp_", "clip_", "mul_", "div_", "_foreach_mul_", "_foreach_div_", "_foreach_clamp_max_")
@@ -109,11 +115,8 @@ class EventRecogniser:
             return any(map(_is_gradient, node.args))
         if "grad" in name and node.args and MEASURE_NAME.search(name) and frame.callee(node) is None:
             # A function we cannot see, given the model or its parameters and nothing to divide by.
-            given = node.args[0].func if isinstance(node.args[0], ast.Call) else node.args[0]
-            if isinstance(given, ast.Attribute) and given.attr in ("parameters", "named_parameters"):
-                given = given.value
             is_divided = any(MULTIPLIED_BY_SCALE.search(code_of(part)) for part in arguments_given(node))
-            return is_model(given, frame) and not is_divided
+            return not is_divided and any(_is_model_or_its_parameters(part, frame) for part in node.args)
         if name not in READS or not isinstance(node.func, ast.Attribute):
             return False
         return _is_gradient(node.func.value) or _is_from_list(node.func.value, frame)
@@ -121,8 +124,11 @@ class EventRecogniser:
     def unknown(self, node: ast.Call, context: EventContext) -> list[Node]:
         """Return the event of a call that cannot be followed; there is one if it gets a scaler or an optimizer."""
         frame = context.frame
-        if _name_of(node.func, frame) in HARMLESS:
+        if _name_of(node.func, frame) in HARMLESS or SETS_LR.search(_name_of(node.func, frame)):
             return []
+        step = _step_of_called_scaler(node, context)
+        if step:
+            return step
         keys: list[str] = []
         roles = set()
         for argument in arguments_given(node):
@@ -245,6 +251,8 @@ class EventRecogniser:
             role = SCHEDULER  # optimizer.scheduler().step()
         if role == SCHEDULER:
             return [SourceEvent(EventKind.SCHEDULER_STEP, node, context, key=frame.key(receiver))], False
+        if role == SCALER and _steps_as_torch_does(node, frame):
+            return _of_scaler(EventKind.SCALER_STEP, node, context), False
         if role is None or frame.callee(node) is not None:
             return None  # another kind of object, or a class whose code can be followed
         if role == SCALER:
@@ -306,6 +314,39 @@ _SPECIAL = {
     "scale_loss": EventRecogniser.handled_elsewhere,
     **dict.fromkeys(IN_PLACE, EventRecogniser.in_place),
 }
+
+
+def _step_of_called_scaler(node: ast.Call, context: EventContext) -> list[Node]:
+    """Return the events of ``loss_scaler(loss, optimizer, parameters=..., update_grad=last)``, as timm has it.
+
+    The call scales the loss, runs the backward, and where ``update_grad`` holds it clips, steps and updates.
+    """
+    given = {word.arg: word.value for word in node.keywords}
+    loss, optimizer = [*node.args[:2], given.get("optimizer")][:2] if node.args else (None, None)
+    frame = context.frame
+    is_scaler = isinstance(node.func, ast.Name | ast.Attribute) and frame.role(node.func) == SCALER
+    if not is_scaler or optimizer is None or TAKEN_BY_SCALER.isdisjoint(given) or frame.role(optimizer) != OPTIMIZER:
+        return []
+    key = frame.key(node.func)
+    backward = SourceEvent(EventKind.SCALED_BACKWARD, node, context, key=key, value=loss)
+    last = next((given[name] for name in ("update_grad", "need_update") if name in given), None)
+    holds, fails = guards_of(last, frame) if last is not None else ((), ())
+    inside = replace(context, guards=context.guards + holds)
+    applied = frame.key(optimizer)
+    step = SourceEvent(EventKind.SCALER_STEP, node, inside, key=key, other=applied, value=optimizer)
+    update = SourceEvent(EventKind.UPDATE, node, inside, key=key)
+    if last is None:
+        return [backward, step, update]
+    return [backward, Branch(holds, fails, EventBlock([step, update]), EventBlock())]
+
+
+def _steps_as_torch_does(node: ast.Call, frame: Frame) -> bool:
+    """Whether a class derived from GradScaler steps as that does, or by its part that may skip, and has its update."""
+    target = frame.callee(node)
+    if target is None or target[1] is None:
+        return False
+    updates = any(name.startswith("update") for cls in frame.ancestry(target[1]) for name in cls.methods)
+    return not updates and any(word in target[0].text for word in ("super().step(", "._maybe_opt_step("))
 
 
 def manages_scaling(node: ast.expr, frame: Frame) -> bool:
@@ -398,13 +439,28 @@ def _inside(node: ast.expr) -> ast.expr:
     return node.args[0] if is_plain and UNWRAPS.search(last_name(node.func)) else node  # type: ignore[attr-defined]
 
 
+def _is_named(node: ast.Subscript) -> bool:
+    return isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
+
+
 def is_model(node: ast.expr, frame: Frame, is_called: bool = False) -> bool:
-    """Whether an expression is a model, by its name or by how the file uses it."""
+    """Whether an expression is a model, by its name or by how the file uses it; or one of ``models["encoder"]``."""
+    while isinstance(node, ast.Subscript) and (_is_named(node) or isinstance(node.value, ast.Subscript)):
+        node = node.value
     name = (dotted_text(node) or "").removesuffix(".module")
     named = name in frame.outline.models or _names_model(name.rpartition(".")[2])
     if not named or name in ("", "self") or frame.role(node) not in ((None, OPTIMIZER) if is_called else (None,)):
         return False
     return frame.qualified(node) is None and not isinstance(frame.definition(node), ClassOutline)
+
+
+def _is_model_or_its_parameters(node: ast.expr, frame: Frame) -> bool:
+    node = node.func if isinstance(node, ast.Call) else node
+    if isinstance(node, ast.Attribute) and node.attr in ("parameters", "named_parameters"):
+        node = node.value
+    while isinstance(node, ast.Name) and node.id in frame.arguments and frame.caller is not None:
+        node, frame = frame.arguments[node.id], frame.caller  # passed on, under another name
+    return is_model(node, frame)
 
 
 def _is_gradient(node: ast.AST) -> bool:

@@ -609,7 +609,8 @@ def _assigned(
         if is_constant and isinstance(binding.value, ast.Constant) and not guards:
             literal = binding.value.value
             at_top = isinstance(function.node, ast.Module)
-            if isinstance(literal, bool) or (at_top and isinstance(literal, str)):
+            is_off = literal is False and not at_top and "." not in name  # in its own function: use_amp = False
+            if (isinstance(literal, bool) and not is_off) or (at_top and isinstance(literal, str)):
                 made = [Case(Option(name), ALWAYS)]  # a constant, which is there to be changed
         if not guards:
             found = made

@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ampwise.check.source.accelerators import ITS_SCALER
+from ampwise.check.source.apex import dynamically_scaled_losses, keeps_state
 from ampwise.check.source.call_events import ANYTHING, manages_scaling
 from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import arguments_given, dotted_text
-from ampwise.check.source.outline import ClassOutline, FunctionOutline
+from ampwise.check.source.outline import ClassOutline, FileOutline, FunctionOutline
 from ampwise.check.source.project import SourceFile
 from ampwise.check.source.saved_values import (
     GIVES_STATE,
     SAVES_CLASS,
+    THE_OPTIMIZER,
     THE_SCALER,
     Contents,
     SavedValueReader,
@@ -46,6 +48,8 @@ SAVES_OTHER = LazyPattern(
     re.IGNORECASE,
 )
 TRACKERS = LazyPattern(r"wandb|mlflow|neptune|comet|tensorboard|writer|clearml", re.IGNORECASE)
+KEEPS_SCALER = LazyPattern(r"scaler\w*\.(load_)?state_dict\b")
+TEXT_FORMATS = ("json.", "yaml.", "toml.", "csv.", "omegaconf.")
 RUNS_LATER = frozenset(("partial", "submit", "apply_async", "run_in_executor", "to_thread", "Thread", "Process"))
 SCALER_CLASS = LazyPattern(r"(Grad|Native|Loss|Amp|AMP)\w*Scaler\w*$")
 HANDS_OVER = RUNS_LATER | {"add_event_handler"}
@@ -72,7 +76,8 @@ def checkpoints_without_scaler(code: SourceFile) -> list[SavedCheckpoint]:
     Each script is judged by itself: of two that share a file with functions, only one may use a scaler.
     """
     found = list(_lacking_in(code))
-    for path in {trace.frame.outline.path for trace in code.traces} - {code.path}:
+    importers = code.project.importers(code.path) if code.outline.classes else {}
+    for path in {*importers, *[trace.frame.outline.path for trace in code.traces]} - {code.path}:
         found += [each for each in _lacking_in(code.project.code(path)) if each.frame.outline is code.outline]
     return found
 
@@ -98,7 +103,21 @@ def _lacking_in(code: SourceFile) -> list[SavedCheckpoint]:
         is_judged = has_optimizer and (whole or _keeps_scalers(code)) and (is_complete or not may_be_saved)
         if is_judged and not has_scaler and each.frame.function not in beside and _is_in_reach(each, users, code):
             found.append(each)
-    return found
+    inherited = () if KEEPS_SCALER.search(code.script.text) else _saved_by_bases(code, users)
+    return found + [each for each in inherited if each.contents == THE_OPTIMIZER]
+
+
+def _saved_by_bases(code: SourceFile, users: set[ClassOutline | None]) -> Iterator[SavedCheckpoint]:
+    """Yield what classes of other files save in a method that a class with a scaler inherits."""
+    frame = code.frame(code.outline.module)
+    for user in [each for each in users if each is not None]:
+        for base in frame.ancestry(user)[1:]:
+            if base.outline is code.outline or KEEPS_SCALER.search(base.outline.script.text):
+                continue
+            for each in _saved_checkpoints(code.project.code(base.outline.path)):
+                function = each.frame.function
+                if function.owner is base and frame.method(user, function.name) is function:
+                    yield each
 
 
 def _saved_checkpoints(code: SourceFile) -> list[SavedCheckpoint]:
@@ -133,7 +152,7 @@ def _saved_checkpoints(code: SourceFile) -> list[SavedCheckpoint]:
         read |= reader.read
         completed |= reader.read if contents.scaler else set()
     # What a class or a function returns for others to save.
-    text = code.script.text
+    text = code.script.text.replace("torch.save(", "")
     for function in code.outline.functions[1:]:
         if function.is_run_by_framework or not GIVES_STATE.search(function.name) or f".{function.name}(self" in text:
             continue
@@ -215,8 +234,8 @@ def _saved_arguments(call: ast.Call, frame: Frame) -> list[ast.expr] | None:
     if not _may_save(name) or _is_dead(call, frame):
         return None
     qualified = frame.qualified(func) or ""
-    if qualified.startswith("torch_xla"):
-        return None  # TPUs train in BF16, without a scaler
+    if qualified.startswith(("torch_xla", *TEXT_FORMATS)):
+        return None  # TPUs train in BF16, without a scaler; a text is of settings and results
     if WRITERS.search(qualified):
         return given
     is_visible = frame.callee(call) is not None if func is call.func else frame.definition(func) is not None
@@ -277,7 +296,7 @@ def _is_passed_on(node: ast.Name, code: SourceFile) -> bool:
 @functools.lru_cache(maxsize=2)
 def _scaler_users(code: SourceFile) -> set[ClassOutline | None]:
     """Return the classes that use a scaler in the scripts of a file; None for functions outside of classes."""
-    own = [trace for trace in code.traces if trace.frame.outline is code.outline]
+    own = [trace for trace in code.traces if code.outline in _outlines(trace)]
     users = {_owner(event.frame.function) for trace in own if (events := _scaler_events(trace)) for event in events}
     made = {call for call in code.nodes(ast.Call) if SCALER_CLASS.search(name_of(call.func))}
     given_away: set[str | None] | None = None
@@ -292,29 +311,16 @@ def _scaler_users(code: SourceFile) -> set[ClassOutline | None]:
     return users | apex_users(code)
 
 
+def _outlines(trace: CodeTrace) -> list[FileOutline]:
+    """Return the file in which a trace starts, and that of its object: the loop may be in a base class."""
+    owner = trace.frame.instance_of
+    return [trace.frame.outline, *([owner.outline] if owner is not None else [])]
+
+
 @functools.lru_cache(maxsize=4)
 def apex_users(code: SourceFile) -> set[ClassOutline | None]:
     """Return the classes that scale losses by ``apex.amp``, with a scale that changes and is nowhere saved."""
-    text = code.script.text
-    found: set[ClassOutline | None] = set()
-    for call in code.nodes(ast.Call) if "scale_loss(" in text and "apex" in text else ():
-        function = code.function_at(call)
-        package, _, name = (code.frame(function).qualified(call.func) or "").rpartition(".")
-        if package != "apex.amp":
-            continue
-        if name == "scale_loss":
-            found.add(_owner(function))
-        elif name in ("state_dict", "load_state_dict") or (name == "initialize" and _has_fixed_scale(call)):
-            return set()
-    return found
-
-
-def _has_fixed_scale(initialize: ast.Call) -> bool:
-    """Whether ``amp.initialize`` of apex asks for no loss scale, or for one that may be fixed."""
-    given = {word.arg: word.value for word in initialize.keywords}
-    level, scale = given.get("opt_level"), given.get("loss_scale", ast.Constant("dynamic"))
-    is_without = isinstance(level, ast.Constant) and level.value in ("O0", "O3")
-    return is_without or not (isinstance(scale, ast.Constant) and scale.value in (None, "dynamic"))
+    return set() if keeps_state(code) else {_owner(frame.function) for _, frame in dynamically_scaled_losses(code)}
 
 
 def _loads_scaler(code: SourceFile) -> bool:

@@ -85,7 +85,7 @@ class SourceEvent:
     context: EventContext
     key: str | None = None  # the receiver: the scaler of a scaler's step, the model of a forward
     other: str | None = None  # the optimizer in scaler.step(optimizer)
-    value: ast.expr | None = None  # the loss of a backward
+    value: ast.expr | None = None  # the loss of a backward; the optimizer of a step within another call
     keys: tuple[str, ...] = ()  # scalers and optimizers that an opaque call gets
 
     @property

@@ -308,14 +308,18 @@ class Frame:
 
     @once_per_function
     def _class_made(self, node: ast.expr) -> ClassOutline | None:
-        """Return the class whose constructor made an object."""
+        """Return the class whose constructor made an object; None if it may be torch's scaler, with a stand-in."""
+        found = None
         for maker, frame in (
             find_constructors(node, self) if isinstance(node, ast.Name | ast.Attribute | ast.Call) else ()
         ):
-            made = frame.definition(maker.func) if isinstance(maker, ast.Call) else None
-            if isinstance(made, ClassOutline):
-                return made
-        return self._class_annotated(node)
+            if not isinstance(maker, ast.Call):
+                continue
+            if frame.qualified(maker.func) in GRAD_SCALERS:
+                return None
+            made = frame.definition(maker.func)
+            found = found or (made if isinstance(made, ClassOutline) else None)
+        return found or self._class_annotated(node)
 
     def _class_annotated(self, node: ast.expr) -> ClassOutline | None:
         """Return the class that an annotation gives: of a parameter, a local name, or what a function returns."""
@@ -482,10 +486,10 @@ class Frame:
                 return indexed
         if not isinstance(node, ast.Name | ast.Attribute):
             return None
-        for value, frame in self.values(node):
-            role = frame.role_of_call(value) if isinstance(value, ast.Call) else None
-            if role is not None:
-                return role or None  # "" means certainly none of them
+        made = [frame.role_of_call(value) for value, frame in self.values(node) if isinstance(value, ast.Call)]
+        roles = [role for role in made if role is not None]
+        if roles:  # a scaler, or else a class of the script that stands in for one; "" means certainly none of them
+            return SCALER if SCALER in roles else roles[0] or None
         named = role_of_name(dotted_text(node) or "")
         if named is not None or not isinstance(node, ast.Name):
             return named

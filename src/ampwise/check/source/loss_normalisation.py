@@ -86,7 +86,7 @@ class LossNormalisation:
             return True
         # With weights of its own, as in loss.backward(gradient), anything is possible.
         weighted = call.args not in ([], [backward.value]) or any(word.arg == "gradient" for word in call.keywords)
-        if weighted and frame.qualified(call.func) != "torch.autograd.backward":
+        if weighted and method_called(call) == "backward" and frame.qualified(call.func) != "torch.autograd.backward":
             return True
         for outer in frame.callers():
             if outer.function not in self._elsewhere:

@@ -143,7 +143,7 @@ class FileOutline:
         names = [DOTTED_END.search(script.text[max(0, start - LONGEST_NAME) : start]) for start in uses]
         self.models = {name[0] for name in names if name is not None}
         lasts = sorted({name.rpartition(".")[2] for name in self.models})
-        self.model_calls = tuple([f"{before}{name}(" for name in lasts for before in (" ", ".", "(")])
+        self.model_calls = tuple([f"{before}{name}{after}" for name in lasts for before in " .(" for after in "(."])
         self.order: dict[ast.AST, list[ast.expr]] = {}  # calls in order of evaluation, computed on demand
         self.lines_with: dict[tuple[str, ...], list[int]] = {}  # lines with one of these words, computed on demand
         self.calls_by_line: list[tuple[int, str]] | None = None  # computed on demand

@@ -12,7 +12,7 @@ from ampwise.check.source.frame import Frame, PossibleValue
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.names import dotted_text
-from ampwise.check.source.torch_names import AUTOCASTS, BF16, DTYPES, FP16, SPELLINGS
+from ampwise.check.source.torch_names import AUTOCASTS, BF16, DTYPES, FP16, FP32, SPELLINGS
 from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Place
 
@@ -43,7 +43,8 @@ class AutocastContext:
 
     @property
     def may_be_on(self) -> bool:
-        return self.enabled is not False
+        """Whether it may be on; torch disables one for FP32."""
+        return self.enabled is not False and not self.is_surely(FP32)
 
     def is_surely(self, dtype: str) -> bool:
         return self.dtypes is not None and self.dtypes == {dtype}
@@ -118,6 +119,19 @@ def literal_bool(node: ast.expr | None) -> bool | None:
     A name that holds a literal does not count, since such a constant is meant to be changed.
     """
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, bool) else None
+
+
+def constant_bool(node: ast.expr | None, frame: Frame) -> bool | None:
+    """Return the value of a literal True or False, or of a name that the same function sets to nothing else.
+
+    A constant at the top of a file, or an argument, does not count: it is there to be changed.
+    """
+    if not isinstance(node, ast.Name) or frame.function.parent is None or node.id in frame.function.params:
+        return literal_bool(node)
+    if frame.function.home_of(node.id) is not frame.function:
+        return None
+    values = {literal_bool(binding.value) for binding in frame.function.bindings.get(node.id, ())}
+    return values.pop() if len(values) == 1 else None
 
 
 def literal_number(node: ast.expr | None) -> float | None:
@@ -215,5 +229,5 @@ def _read_call(call: ast.Call, frame: Frame, device: str | None, partial: ast.Ca
         device=device,
         dtypes=dtypes_of(dtype, frame) if dtype is not None else default,
         dtype_given=dtype is not None,
-        enabled=literal_bool(enabled) if enabled is not None else None if is_open else True,
+        enabled=constant_bool(enabled, frame) if enabled is not None else None if is_open else True,
     )

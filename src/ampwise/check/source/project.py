@@ -17,7 +17,7 @@ from ampwise.check.source.execution_paths import MOST_PATHS
 from ampwise.check.source.frame import Frame
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.local_imports import imports_in
-from ampwise.check.source.names import dotted_text
+from ampwise.check.source.names import arguments_given, dotted_text
 from ampwise.check.source.outline import ClassOutline, FileOutline, FunctionOutline
 from ampwise.check.source.relevance import (
     COMPUTES,
@@ -55,6 +55,8 @@ NodeType = TypeVar("NodeType", bound=ast.AST)
 
 # Mixed precision that a script handles itself although it uses a framework.
 OWN_AMP = LazyPattern(r"GradScaler|unscale_\(|(?:torch|amp)\.autocast|cuda\.amp")
+EVALUATES = LazyPattern(r"^_?(eval|valid|test)|(^|_)(eval|validate|validation|test)(_|$)")
+LIKE_TORCH = ("paddle", "oneflow", "mindspore", "jittor", "mxnet", "chainer")  # other libraries with a backward()
 MOST_IMPORTED = 5_000  # files read because others import from them
 MOST_IMPORTED_CHARACTERS = 100_000_000
 MOST_LIMITS_NAMED = 3  # in one file
@@ -66,11 +68,16 @@ class Project:
     """The checked files, and those that they import. Each is read once, at first use."""
 
     def __init__(
-        self, paths: Sequence[str], texts: Mapping[str, str] | None = None, imported: Sequence[str] = ()
+        self,
+        paths: Sequence[str],
+        texts: Mapping[str, str] | None = None,
+        imported: Sequence[str] = (),
+        target_torch: Mapping[str, str] | None = None,
     ) -> None:
         self.paths = [*paths, *imported]
         self.imported = frozenset(imported)  # not checked themselves
         self.texts = dict(texts or {})
+        self.target_torch = dict(target_torch or {})  # settings of files
         self._codes: dict[str, SourceFile | UnreadableFile] = {}
         self._worth: dict[str, bool] = {}
         self._frames: dict[tuple[FunctionOutline, ClassOutline | None], Frame] = {}
@@ -86,7 +93,8 @@ class Project:
     def with_text(self, path: str, text: str) -> Project:
         """Return the project with another text of one file; what this does not affect is shared."""
         checked = [each for each in self.paths if each not in self.imported]
-        other = Project(checked, {**self.texts, path: text}, [each for each in self.paths if each in self.imported])
+        imported = [each for each in self.paths if each in self.imported]
+        other = Project(checked, {**self.texts, path: text}, imported, self.target_torch)
         if len(self.paths) > 1:
             _ = self._importers_by_stem  # reads all files
             other._imports = {name: found for name, found in self._imports.items() if name != path}
@@ -116,7 +124,12 @@ class Project:
             return True  # a forward pass, which an evaluation may share with the training
         if "autocast" in caller.script.text and self._says(function, LOSSES):
             return True  # it may get scores in half
-        return bool(context.loops) and any(dotted_text(argument) in caller.models for argument in call.args)
+        if not any(dotted_text(given) in caller.models for given in arguments_given(call)):
+            return False
+        # In a loop over epochs, or once after it: evaluate(model).
+        return bool(context.loops) or any(
+            EVALUATES.search(one.name) for one in (function, *[each.function for each in context.frame.callers()])
+        )
 
     def _says(self, function: FunctionOutline, words: Words) -> bool:
         """Whether a function, or one that it calls, directly or not, contains one of the words."""
@@ -232,12 +245,17 @@ class Project:
 
     def imported_by(self, path: str) -> list[str]:
         """Return the other checked files from which ``path`` imports something that has to do with training."""
+        taken = self.taken_by(path).items()
+        return [other for other, names in taken if is_worth_importing(self.text(other) or "", names)]
+
+    def taken_by(self, path: str) -> dict[str, set[str]]:
+        """Return the other checked files from which ``path`` imports, and the imported names ("*": the module)."""
         taken: dict[str, set[str]] = {}
         for module, names in imports_in(self.text(path) or ""):
             other = self._path_of(module.lstrip("."), path) if module.strip(".") else None
             if other is not None and other != path:
                 taken.setdefault(other, set()).update(names)
-        return [other for other, names in taken.items() if is_worth_importing(self.text(other) or "", names)]
+        return taken
 
     def importers(self, path: str) -> dict[str, set[str]]:
         """Return the other checked files that import from ``path``, and the imported names ("*": the module itself)."""
@@ -344,7 +362,11 @@ class SourceFile:
     def own_traces(self) -> list[CodeTrace]:
         """Traces that start at each function that nothing in this file calls, the module itself first."""
         text = self.script.text
-        if not has_any(text, TRAINS) or (self.uses_framework and not self._scales_itself):
+        if (
+            not has_any(text, TRAINS)
+            or (self.uses_framework and not self._scales_itself)
+            or self._is_of_another_library
+        ):
             return []
         budget = WorkBudget(MOST_FOLLOWED + FOLLOWED_PER_LINE * len(self.script.lines))
         found = [trace_function(self.frame(self.outline.module), budget)]
@@ -362,6 +384,12 @@ class SourceFile:
                 found.append(trace_function(self.frame(function), budget))
                 followed |= found[-1].followed
         return [one for one in found if one.frame.function not in followed]
+
+    @property
+    def _is_of_another_library(self) -> bool:
+        """Whether a file trains with a library whose calls look like those of torch, which it does not import."""
+        tops = {module.partition(".")[0] for module in self.outline.imports.modules}
+        return "torch" not in tops and not tops.isdisjoint(LIKE_TORCH)
 
     @property
     def _scales_itself(self) -> bool:
@@ -415,17 +443,19 @@ class SourceFile:
                 found.add(method.owner.name)
         return found
 
-    def call_leading_to(self, place: Place) -> ast.Call | None:
-        """Return the call in this file by which a trace gets to a place in another file."""
+    def calls_leading_to(self, place: Place) -> list[ast.Call]:
+        """Return the calls in this file by which the traces get to a place in another file, in their order."""
+        found: dict[ast.Call, None] = {}
         for trace in self.traces:
             for site in (*trace.calls, *trace.statements):
                 node, frame = site.node, site.context.frame
                 if frame.outline.path != place.file or not node.lineno <= (place.line or 0) <= node.end_lineno:  # type: ignore[attr-defined]
                     continue
                 for inner in frame.callers():
-                    if inner.caller is not None and inner.caller.outline is self.outline:
-                        return inner.call
-        return None
+                    if inner.caller is not None and inner.caller.outline is self.outline and inner.call is not None:
+                        found[inner.call] = None
+                        break
+        return list(found)
 
     @functools.cached_property
     def regions(self) -> list[Region]:

@@ -52,8 +52,8 @@ LOSSES: Words = (
 )
 # What an imported file may have: a part of the step, a scheduler, a loss or a model of a training script, a save.
 WORTH_READING: Words = (
-    *(*STEPS_OR_EVALUATES, "def step(self", "Loss(", "_loss(", "loss_fn("),
-    *("nn.Module)", "(Module)", "cross_entropy(", "float16", "optim."),
+    *(*STEPS_OR_EVALUATES, "def step(self", "Loss(", "_loss(", "loss_fn(", "loss = "),
+    *("nn.Module)", "(Module)", "cross_entropy(", "float16", "bf16", "optim."),
 )
 IN_HALF: Words = ("autocast", "caler", "float16", ".half(")
 

@@ -32,6 +32,12 @@ TRAINS_ITSELF = LazyPattern(
     r"Trainer|Engine|Accelerator|Fabric|Learner|Runner|Solver|Estimator|initialize|DDP|Parallel"
 )
 SCALER_ENTRY = LazyPattern(r"scaler|grad_?scal|loss_?scal", re.IGNORECASE)
+# A key that names what is not the scaler: "ema_state_dict", "lr_scheduler".
+OF_ANOTHER = LazyPattern(
+    r"(^|_)(ema|averaged?|model|weights?|net|network|generator|discriminator|encoder|decoder|sched(uler)?|lr|rng|random)"
+    r"(_[a-z\d])?(_state)?(_dict)?s?$",
+    re.IGNORECASE,
+)
 AMP_ENTRY = LazyPattern(r"(^|_)amp($|_)|fp16", re.IGNORECASE)
 OPTIMIZER_ENTRY = LazyPattern(r"optim|(^|_)opti?s?(_|$|\d)|^(sgd|adamw?)$", re.IGNORECASE)
 NOT_AN_OPTIMIZER = LazyPattern(
@@ -51,7 +57,7 @@ SETTINGS = LazyPattern(
     re.IGNORECASE,
 )
 # A function with such a name returns what its callers save.
-GIVES_STATE = LazyPattern(r"state_?dict|(^|_)states?$|checkpoint|ckpt|snapshot", re.IGNORECASE)
+GIVES_STATE = LazyPattern(r"(state|save)_?dict|(^|_)states?$|checkpoint|ckpt|snapshot|^save$", re.IGNORECASE)
 GETS_STATE = LazyPattern(r"state|optim|cpu|save", re.IGNORECASE)
 WRITES = LazyPattern(r"^_?(save|write|store|dump)(_|$)", re.IGNORECASE)
 MAKES = LazyPattern(r"^_*[A-Z]|^(build|make|create|get|init|setup|prepare|wrap)")  # an object, not a loss or a count
@@ -246,6 +252,8 @@ class SavedValueReader:
                 return self._elements(func.value, frame, line)
             if name_of(func) in ITERATES:
                 return together([self._elements(part, frame, line) for part in iterated.args])
+            if name_of(func) == "state_dict":
+                return self.of(iterated, frame, line)
             return NOTHING if name_of(func) in ("range", "keys", "len", *OF_A_MODULE) else UNKNOWN
         return self._merged(iterated, frame, line)
 
@@ -271,8 +279,8 @@ class SavedValueReader:
         if isinstance(value, ast.Constant):
             return NOTHING
         found, text = self.of(value, frame, line), code_of(value)
-        if not key.startswith("[") and "state" not in text:  # an unknown number, text or option
-            found = found._replace(whole=True)
+        if not key.startswith("[") and ("state" not in text or OF_ANOTHER.search(key)):
+            found = found._replace(whole=True)  # an unknown number, text, option, or state of another object
         owner = value.func.value if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) else value
         may_be_scaler = SCALER_ENTRY.search(key) is not None and frame.role(owner) is None
         if may_be_scaler and not (found.scaler or _is_none(value, frame) or _scales_data(value, frame)):

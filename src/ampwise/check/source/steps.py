@@ -87,7 +87,7 @@ class Region:
         if found is None or self.budget.left < 0:
             self.is_sampled = True
             found = sampled_paths(self.block)
-        return found
+        return [path for path in found if not _has_used_what_is_missing(path)] or found
 
     @functools.cached_property
     def moments(self) -> dict[SourceEvent, list[Moment]]:
@@ -149,6 +149,14 @@ class Region:
             differ = next((index for index, (mine, other) in pairs if mine != other), len(event.context.guards))
             shared = shared[:differ]
         return len(shared)
+
+
+def _has_used_what_is_missing(path: ExecutionPath) -> bool:
+    """Whether a path scales by a scaler and then takes the side of an ``if scaler:`` where there is none."""
+    return any(
+        path.decided.get(f"some({path.events[index].key})") is False
+        for index in path.positions((EventKind.SCALED_BACKWARD,))
+    )
 
 
 def surely_scaled(moments: list[Moment]) -> list[Moment]:

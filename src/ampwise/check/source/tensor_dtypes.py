@@ -64,6 +64,7 @@ KEEPS = _words(
 # Of those that autocast runs in FP32, what gives the dtype of its input outside of autocast.
 KEEPS_OUTSIDE = _words("softmax softmin log_softmax logsumexp exp log pow square sum norm normalize cumsum softplus")
 SCORES = LazyPattern(r"logit|score|pred|out|cls|class", re.IGNORECASE)
+KEY_NAME = LazyPattern(r"(^|_)(key|name)$")
 TEMPERATURE = LazyPattern(r"(^|[._])(t|temp|temperature|tau|kd_t)$", re.IGNORECASE)
 NOT_A_MODEL = LazyPattern(r"criterion|loss|metric|optim|scal|sched", re.IGNORECASE)
 MADE_SINGLE = _words("zeros ones full empty rand randn arange linspace tensor eye one_hot as_tensor from_numpy")
@@ -179,6 +180,8 @@ class TensorDtypes:
                 return None
             found = self.dtype(node.value, context, seen)
             return None if found in LIKELY.values() else found  # a model may return a dict of anything
+        if isinstance(node.slice, ast.Name) and KEY_NAME.search(node.slice.id):
+            key = node.slice.id  # output[features_key]
         if isinstance(key, str):
             found = self.dtype(node.value, context, seen) if SCORES.search(key) else None
             return PART.get(found or "")

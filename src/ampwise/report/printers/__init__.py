@@ -2,8 +2,9 @@
 
 Every output format is a module of ``ampwise.report.printers.outputs`` with one function,
 ``render(findings, *, colour=False, texts=None) -> str``; the formats are the files in that folder. ``texts`` are the
-contents of files that are not on disk, such as stdin, by name. No output imports rich: a linter that prints two lines
-should not load a terminal library.
+contents of files that are not on disk, such as stdin, by name. The formats for programs (PROGRAMS) also take
+``unread``, the files that could not be checked; people are told on stderr. No output imports rich: a linter that prints
+two lines should not load a terminal library.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from ampwise.errors import UnknownName
 from ampwise.finding.log import log_if_configured
 from ampwise.finding.package_modules import module_names
-from ampwise.finding.terminal import wants_colour, write
+from ampwise.finding.terminal import terminal_width, wants_colour, write
 from ampwise.report.printers import outputs
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
     from typing import Any, TextIO
 
     from ampwise.finding import Finding
+    from ampwise.report.printers.unread import Unread
 
 VARIABLE = "AMPWISE_OUTPUT_FORMAT"
 DEFAULT = "full"
+PROGRAMS = ("github", "gitlab", "json", "sarif")
 
 
 def log_findings(findings: Sequence[Finding]) -> None:
@@ -46,14 +49,19 @@ def print_findings(
     *,
     texts: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
+    unread: Sequence[Unread] = (),
 ) -> None:
     """Write findings in one of the formats; in colour only if ``file`` (by default stdout) is a terminal.
 
     ``texts`` are the contents of files that are not on disk, by the names that findings use. ``notes`` say what was
-    not checked; only the JSON format contains them.
+    not checked in a file; only the JSON format contains them. ``unread`` are the files that were not checked at all.
     """
     stream = sys.stdout if file is None else file
-    further = {"notes": notes} if output_format == "json" and notes else {}
+    further: dict[str, Any] = {"notes": notes} if output_format == "json" and notes else {}
+    if unread and output_format in PROGRAMS:
+        further["unread"] = unread
+    if output_format == "full":
+        further["width"] = terminal_width(stream)
     output: Any = importlib.import_module(f"{outputs.__name__}.{known_output_format(output_format)}")
     write(output.render(findings, colour=wants_colour(stream), texts=texts, **further), stream)
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ampwise.finding import Finding, Place
+from ampwise.report.printers.unread import NAME
 
 
 def project_path(file: str) -> str:
@@ -37,8 +38,6 @@ def fingerprints(findings: Sequence[Finding]) -> list[str]:
 
     They contain no line, column, step or rank; findings that are otherwise equal are distinguished by their order.
     """
-    import hashlib  # loads OpenSSL
-
     seen: Counter[str] = Counter()
     prints = []
     for finding in findings:
@@ -47,7 +46,17 @@ def fingerprints(findings: Sequence[Finding]) -> list[str]:
         message = re.sub(r"\b(cell|line|step|rank)s? \d+", r"\1", finding.message)
         named = (place.module or "", place.parameter or "", place.device or "")
         identity = "\0".join((finding.rule.code, path, *named, message))
-        text = f"{identity}\0{seen[identity]}"
-        prints.append(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40])
+        prints.append(_digest(f"{identity}\0{seen[identity]}"))
         seen[identity] += 1
     return prints
+
+
+def unread_fingerprint(file: str) -> str:
+    """Return the fingerprint of a file that could not be checked: another reason is not another problem."""
+    return _digest(f"{NAME}\0{project_path(file)}")
+
+
+def _digest(text: str) -> str:
+    import hashlib  # loads OpenSSL
+
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]

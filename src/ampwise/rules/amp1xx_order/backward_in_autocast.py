@@ -93,7 +93,9 @@ def _after_the_block(event: SourceEvent, code: SourceFile) -> tuple[tuple[Edit, 
         decorated = any(autocast_of(decorator, frame) for decorator in frame.function.decorators)
         return (
             (),
-            "Replace the decorator by a `with` around the forward pass and the loss." if decorated else None,
+            "Replace the decorator by a `with` around the forward pass and the loss."
+            if decorated
+            else RULE.without_edit("the `with` is in another function"),
             True,
         )
     if len(block.items) > 1:
@@ -116,7 +118,7 @@ def _after_the_block(event: SourceEvent, code: SourceFile) -> tuple[tuple[Edit, 
         start -= 1  # it belongs to the step, as do the comments above it
     edit = end_block_before(script, block, start) if start else None
     if edit is None:
-        return (), None, True
+        return (), RULE.without_edit("the block would have nothing left, or its layout does not allow it"), True
     doubt = None
     if not frame.makers(block.items[0].context_expr) <= PURE_CONTEXTS:
         doubt = "it is unclear what else the `with` does"

@@ -51,6 +51,8 @@ def check_source(code: SourceFile) -> Findings:
         edits, doubt = _scaled(found, region, code)
         for backward, step in found:
             fix = f"{RULE.fix} Not a safe fix: {doubt}." if doubt else None
+            if not edits:
+                fix = RULE.without_edit("not every backward of this step has the scaler and a plain loss at hand")
             yield RULE.at(
                 backward.place,
                 f"the scaler unscales these gradients in {step.spot(backward)}, but they were never scaled",
@@ -62,14 +64,24 @@ def check_source(code: SourceFile) -> Findings:
 
 def _step_of(moment: Moment, code: SourceFile) -> SourceEvent | None:
     """Return the scaler step that applies this backward, if nothing else may have touched the gradients."""
-    if any(moment.earlier("scaled backward", "opaque")):
-        return None
     for event in moment.later(*APPLIES):
         if event.kind == "scaler step":
+            if _may_be_mixed(moment, event):
+                return None
             return event if event.key != ITS_SCALER or _is_its_own(event, code) else None
         if event.kind != "unscale" or event.key == ANYTHING:
             return None
     return None
+
+
+def _may_be_mixed(moment: Moment, step: SourceEvent) -> bool:
+    """Whether the step may apply scaled gradients, too: they come before this backward, and nothing clears them."""
+    for event in moment.earlier("scaled backward", "opaque", "zero grad"):
+        if event.kind != "zero grad":
+            return True
+        if step.other is not None and event.key == step.other:
+            return False  # the other backward was that of another optimizer, as in a GAN
+    return False
 
 
 def _is_its_own(step: SourceEvent, code: SourceFile) -> bool:

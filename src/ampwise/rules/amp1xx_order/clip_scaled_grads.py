@@ -73,7 +73,7 @@ def check_source(code: SourceFile) -> Findings:
                 together = " and ".join(sorted(set(calls)))
                 fix = f"Call {together}, once per step, before the first clip." if calls else RULE.fix
             elif not steps:
-                fix = RULE.fix
+                fix = RULE.without_edit("no `scaler.step` follows in the code that was read")
             elif (step := steps.pop()) in first:
                 line = first[step].spot(clip)
                 fix = f"One `unscale_` before the clip in {line} serves this one, too: not a second one."
@@ -90,8 +90,8 @@ def check_source(code: SourceFile) -> Findings:
                         f"Call `scaler.unscale_(optimizer)`, and clip only what the optimizer of {partial} has: it "
                         "neither unscales nor clears the gradients of the other parameters."
                     )
-                elif not edits and any(guard not in clip.context.guards for guard in step.context.guards):
-                    fix = f"{RULE.fix} Only where the step in {step.spot(clip)} runs, too: under the same condition."
+                elif not edits:
+                    fix = _without_edit(clip, step)
             yield RULE.at(
                 clip.place,
                 f"these gradients are still multiplied by the loss scale from {scaled[0].backward.spot(clip)}",
@@ -99,6 +99,14 @@ def check_source(code: SourceFile) -> Findings:
                 edits=edits,
                 safe=doubt is None,
             )
+
+
+def _without_edit(clip: SourceEvent, step: SourceEvent) -> str:
+    """Return the advice where no edit puts the ``unscale_`` exactly where the step runs, too."""
+    if any(guard not in clip.context.guards for guard in step.context.guards):
+        fix = f"{RULE.fix} Only where the step in {step.spot(clip)} runs, too: under the same condition."
+        return RULE.without_edit("the step has conditions that the clip has not", fix)
+    return RULE.without_edit("the clip and the step are not in one block, or other steps come between")
 
 
 def _clips_in_apex_block(code: SourceFile) -> Findings:

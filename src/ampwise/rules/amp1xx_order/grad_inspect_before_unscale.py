@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 
 from ampwise.check.source.call_events import MEASURE_NAME, RECORDS
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import method_called
+from ampwise.check.source.names import dotted_text, method_called
+from ampwise.check.source.precision import argument_of
 from ampwise.check.source.questions import guard_source
+from ampwise.check.source.reaching_definitions import reaching_values
 from ampwise.check.source.steps import surely_scaled
+from ampwise.check.source.torch_names import SCALER
 from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import FunctionOutline, Moment, SourceEvent, SourceFile
+    from ampwise.check.source.types import Frame, FunctionOutline, Moment, SourceEvent, SourceFile
     from ampwise.watch.run_events import GradNormRead
 
 RULE = Rule(
@@ -38,7 +41,7 @@ RULE = Rule(
         "norm = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5\nscaler.step(optimizer)\nscaler.update()"
     ),
 )
-NEEDS = (("caler", "Accelerator("), (".backward(",), (".grad", "grad_", "_grad"))
+NEEDS = (("caler", "Accelerator("), (".backward(",), (".grad", "grad_", "_grad", " grad("))
 
 # Methods that turn a gradient into a number; a view or a copy may go anywhere.
 MEASURES = frozenset(["norm", "mean", "std", "var", "max", "min", "sum", "item", "histogram", "histc", "pow", "square"])
@@ -48,9 +51,12 @@ SCALE_INVARIANT = LazyPattern(r"isfinite|isnan|isinf|is_nan|nonzero|count_nonzer
 ASKS_TO_CLIP = LazyPattern(r"clip|norm|max_grad", re.IGNORECASE)
 ASKS_FOR_AMP = LazyPattern(r"amp|scaler|fp16|half|mixed|precision|dtype|enabled", re.IGNORECASE)
 SCALE = LazyPattern(r"scale(?!r)|scaling", re.IGNORECASE)
+PENALISES = LazyPattern(r"norm|\.pow\(|\*\* ?2|square|\.abs\(")
+DIRECTION = LazyPattern(r"normalize|cosine|sign\(|isfinite|isnan|isinf")
 
 
 def check_source(code: SourceFile) -> Findings:
+    yield from _penalties(code)
     for region in code.regions:
         reported: set[tuple[FunctionOutline, ast.expr]] = set()  # a function once for each backward
         for read, moments in region.visits("grad read"):
@@ -72,6 +78,63 @@ def check_source(code: SourceFile) -> Findings:
                 yield RULE.at(
                     read.place, f"these gradients are still multiplied by the loss scale from {backward.spot(read)}"
                 )
+
+
+def _penalties(code: SourceFile) -> Findings:
+    """Yield the gradients of a scaled loss, by ``torch.autograd.grad``, that a penalty measures without unscaling."""
+    for call in code.nodes(ast.Call) if "create_graph" in code.script.text else ():
+        function = code.function_at(call)
+        frame, outputs = code.frame(function), argument_of(call, "outputs", 0)
+        if outputs is None or frame.qualified(call.func) != "torch.autograd.grad":
+            continue
+        asked = argument_of(call, "create_graph")
+        if not isinstance(asked, ast.Constant) or not asked.value:
+            continue
+        given = reaching_values(outputs, frame) if isinstance(outputs, ast.Name) else frame.values(outputs)
+        scaled = [value for value, home in given if value is not None and _is_scaled(value, home)]
+        if not scaled or len(scaled) < len(given):
+            continue
+        measure = _measured_unscaled(call, function, code)
+        if measure is not None:
+            yield RULE.at(
+                code.script.place(measure),
+                f"these gradients are still multiplied by the loss scale from line {scaled[0].lineno}",
+                fix="`unscale_` is for an optimizer's gradients: divide these by `scaler.get_scale()` first.",
+            )
+
+
+def _is_scaled(value: ast.expr | None, frame: Frame) -> bool:
+    is_call = isinstance(value, ast.Call) and method_called(value) == "scale" and isinstance(value.func, ast.Attribute)
+    return is_call and frame.role(value.func.value) == SCALER  # type: ignore[union-attr]
+
+
+def _measured_unscaled(call: ast.Call, function: FunctionOutline, code: SourceFile) -> ast.stmt | None:
+    """Return the statement that measures what a call returns; None if it, or one before it, may unscale.
+
+    A gradient divided by its own norm is a direction, which has no scale.
+    """
+    first = code.script.statement(call)
+    assigned = [node for node in walk(function.node) if isinstance(node, ast.Assign | ast.AugAssign | ast.Return)]
+    held: set[str | None] = set()
+    for statement in sorted(assigned, key=lambda node: node.lineno):
+        if statement.lineno < first.lineno or code.function_at(statement) is not function:
+            continue
+        names = [part for part in walk(statement) if isinstance(part, ast.Name | ast.Attribute)]
+        text = ast.unparse(statement)
+        if statement is first:
+            text = text.replace(ast.unparse(call), "")
+        elif held.isdisjoint([dotted_text(name) for name in names if isinstance(name.ctx, ast.Load)]):
+            continue
+        divisors = [
+            part.right for part in walk(statement) if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div)
+        ]
+        own = any(dotted_text(part) in held for divisor in divisors for part in walk(divisor))
+        if own or SCALE.search(text) or DIRECTION.search(text):
+            return None
+        if PENALISES.search(text):
+            return statement
+        held |= {dotted_text(name) for name in names if isinstance(name.ctx, ast.Store)} - {None}
+    return None
 
 
 def _scaled_unless_clipped(moments: list[Moment]) -> list[Moment]:

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.call_events import ANYTHING
 from ampwise.check.source.cases import conditions_at
 from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.precision import argument_of
 from ampwise.check.source.questions import guard_meaning, guard_source
+from ampwise.check.source.statement_order import may_be_retried
 from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import BranchGuard, Moment, Region, SourceEvent, SourceFile
+    from ampwise.check.source.types import BranchGuard, Frame, Moment, Region, SourceEvent, SourceFile
+    from ampwise.watch.run_events import Unscale
 
 RULE = Rule(
     code="AMP115",
@@ -22,8 +25,8 @@ RULE = Rule(
     why=(
         "The scaler lowers the loss scale only in `update()`, from the infs that `unscale_` or `step` found. A check "
         "of the gradients that skips both hides the overflow: the scale stays too high, and every later step is "
-        "skipped as well. After `unscale_`, skipping `update()` makes the next `unscale_` raise RuntimeError. The "
-        "scaler already skips a step with inf or NaN by itself."
+        "skipped as well. After `unscale_`, skipping `update()` makes the next `unscale_` raise RuntimeError. A check "
+        "that raises ends the run at the first overflow. The scaler already skips a step with inf or NaN by itself."
     ),
     fix="Remove the check, or call `scaler.update()` and `optimizer.zero_grad()` before leaving the iteration.",
     bad=(
@@ -39,6 +42,10 @@ NEEDS = (("caler",), (".backward(",), (".update(",), ("nan", "inf", "finite", "N
 
 ASKS_FOR_NAN = LazyPattern(r"nan\b|isnan|isinf|_inf\b|\binf\b|finite|overflow|has_nan", re.IGNORECASE)
 OF_GRADIENTS = LazyPattern(r"grad(?!_acc|ient_acc)|norm", re.IGNORECASE)
+NAMES_GRADIENTS = LazyPattern(r"\bgrads?\b|grad(ient)?_?norm|(^|\W)(total_|g)?norm\b", re.IGNORECASE)
+# It raises only after many overflows, or when the scale is at its end, or if asked to.
+TOLERATES = LazyPattern(r"scale\b|count|consecutive|patience|tolera|max_|min_|retries|strict|debug|check|detect|raise")
+ENDS = "this ends the run at the first overflow: the scaler would skip the step and lower the scale"
 # A check of the norm: `if norm > limit: continue`.
 LIMITS_NORM = LazyPattern(r"norm[^<>]*[<>]|[<>][^<>]*norm", re.IGNORECASE)
 
@@ -62,6 +69,60 @@ def check_source(code: SourceFile) -> Findings:
                 if harm is not None and guard.test is not None:
                     yield RULE.at(update.frame.outline.script.place(guard.test), harm)
                     break
+
+    for region in code.visible_regions:
+        yield from _ends_the_run(region)
+
+
+def check_event(unscale: Unscale) -> Findings:
+    if unscale.left_overflow:
+        yield RULE.at(
+            unscale.site.place,
+            "the gradients of an earlier iteration overflowed, and it ended after `unscale_`, without `update`: this "
+            "`unscale_` raises an error",
+        )
+
+
+def _ends_the_run(region: Region) -> Findings:
+    """Yield the checks that raise at an overflow of the gradients, for which the scaler would skip the step."""
+    updates = region.events_of("update")
+    for backward in region.events_of("scaled backward") if updates else ():
+        seen: set[ast.expr] = set()
+        for site in region.trace.statements_in(region.loop):
+            frame, context = site.context.frame, site.context
+            if not isinstance(site.node, ast.Raise) or context.loops != backward.context.loops:
+                continue
+            if site.node.lineno < _line_in(frame, backward):
+                continue
+            further = [guard for guard in context.guards if guard not in backward.context.guards]
+            asked = next((guard for guard in further if _asks_for_overflow(guard)), None)
+            if asked is None or asked.test is None or any(TOLERATES.search(guard_source(guard)) for guard in further):
+                continue
+            if asked.test not in seen and any(
+                site.node.lineno < _line_in(frame, each) < float("inf") for each in updates
+            ):
+                seen.add(asked.test)
+                yield RULE.at(frame.outline.script.place(asked.test), ENDS)
+    for clip, moments in region.visits("clip"):
+        strict = argument_of(clip.node, "error_if_nonfinite", 3) if isinstance(clip.node, ast.Call) else None
+        is_strict = isinstance(strict, ast.Constant) and strict.value is True and not may_be_retried(clip)
+        if is_strict and all(m.scaled and not m.opaque and any(m.later("scaler step")) for m in moments):
+            yield RULE.at(clip.place, ENDS, fix="Leave out `error_if_nonfinite`: the scaler skips such a step.")
+
+
+def _line_in(frame: Frame, event: SourceEvent) -> float:
+    """Return the line of a function at which an event happens: its own, or that of the call that leads to it."""
+    if event.frame is frame:
+        return event.line
+    calls = [inner.call for inner in event.frame.callers() if inner.caller is frame and inner.call is not None]
+    return calls[0].lineno if calls else float("inf")
+
+
+def _asks_for_overflow(guard: BranchGuard) -> bool:
+    source, asked = guard_source(guard), guard_meaning(guard)
+    if "loss" in source.lower() and not NAMES_GRADIENTS.search(source):
+        return False  # a loss that is not finite is no overflow of the gradients, whatever its function does to these
+    return ASKS_FOR_NAN.search(asked) is not None and NAMES_GRADIENTS.search(asked) is not None
 
 
 def _updates_otherwise(guard: BranchGuard, region: Region) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.call_events import ANYTHING
 from ampwise.check.source.execution_paths import MOST_PATHS
 from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.names import dotted_text
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.scaled_losses import is_certainly_scaled
 from ampwise.check.source.torch_names import SCALER
@@ -45,7 +46,12 @@ def check_source(code: SourceFile) -> Findings:
         for step, moments in region.visits("optimizer step"):
             # If another branch goes through the scaler, the scaler may be disabled in this one.
             surely_on = all(is_certainly_scaled(other) for other in by_optimizer.get(step.key, []))
-            if surely_on and not _holds_scaler(step) and all(_bypasses(moment) for moment in moments):
+            if (
+                surely_on
+                and not _is_in_a_scaler(step)
+                and not _holds_scaler(step)
+                and all(_bypasses(moment) for moment in moments)
+            ):
                 line = moments[0].backward.spot(step)
                 yield RULE.at(step.place, f"applies gradients that {line} scaled, bypassing the scaler")
 
@@ -73,6 +79,13 @@ def _holds_scaler(step: SourceEvent) -> bool:
             if any(value.frame.role(argument) == SCALER for argument in given):
                 return True
     return False
+
+
+def _is_in_a_scaler(step: SourceEvent) -> bool:
+    """Return whether a scaler class of the script's own makes the step, for example when it is disabled."""
+    owner = step.frame.function.owner
+    bases = owner.node.bases if owner is not None else []
+    return any((dotted_text(base) or "").endswith("GradScaler") for base in bases)
 
 
 def check_event(step: OptimizerStep) -> Findings:

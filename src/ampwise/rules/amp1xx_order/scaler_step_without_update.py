@@ -44,10 +44,13 @@ def check_source(code: SourceFile) -> Findings:
             )
             if not followed and all(moment.scaled for moment in moments):
                 edits, doubt = _update_after(step, moments, region, code)
+                fix = f"{RULE.fix} Not a safe fix: {doubt}." if doubt else None
+                if not edits:
+                    fix = RULE.without_edit("this step is one of several, or not a statement of its own")
                 yield RULE.at(
                     step.place,
                     "the scale is never updated after this step",
-                    fix=f"{RULE.fix} Not a safe fix: {doubt}." if doubt else None,
+                    fix=fix,
                     edits=edits,
                     safe=doubt is None,
                 )

@@ -2,17 +2,19 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.accelerators import ITS_SCALER, holds_back
 from ampwise.check.source.accumulation import mentions_accumulation
+from ampwise.check.source.apex import dynamically_scaled_losses, scaled_optimizers
 from ampwise.check.source.frame import PossibleValue
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import dotted_text, last_name, method_called
+from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
 from ampwise.check.source.outline import ClassOutline
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.statement_order import block_after
-from ampwise.check.source.torch_names import SCALER
+from ampwise.check.source.torch_names import OPTIMIZER, SCALER, SCHEDULER
 from ampwise.check.source.tree_walk import walk
 from ampwise.check.source.walk import events_in
 from ampwise.finding import Edit, Findings, Rule, Severity
@@ -39,7 +41,7 @@ RULE = Rule(
     ),
     fixable="sometimes",
 )
-NEEDS = (("caler", "MixedPrecision", "Accelerator("), ("backward(",), (".step(",))
+NEEDS = (("caler", "MixedPrecision", "Accelerator(", "scale_loss("), ("backward(", "caler("), (".step(",))
 
 # A condition with any of these checks whether the step was applied.
 CHECKS_STEP = LazyPattern(
@@ -61,6 +63,12 @@ NOT_LR = LazyPattern(
     r"teacher|dropout|entropy|sampl|prun|spars|sigma|ddpm|ddim",
     re.IGNORECASE,
 )
+# What a schedule of numbers is made from, rather than from an optimizer.
+SETTING = LazyPattern(
+    r"(^|[._])(cfg|config|args|hparams|params|opts?)[.]|(steps?|epochs?|iters?|iterations?|len|max|min|start|end|initial|"
+    r"final|value|warm_?up|decay|gamma|rate|lr|ratio|length|total|num\w*|n_\w+)$",
+    re.IGNORECASE,
+)
 # A scheduler that takes its position from the optimizer, which counts only applied steps.
 FOLLOWS_OPTIMIZER = LazyPattern(r"""\[["']step["']\]|\.state\b|_step_count|found_inf|get_scale""")
 
@@ -68,7 +76,9 @@ FOLLOWS_OPTIMIZER = LazyPattern(r"""\[["']step["']\]|\.state\b|_step_count|found
 def check_source(code: SourceFile) -> Findings:
     for trace in code.traces:
         moves = [
-            event for event in trace.events() if event.kind == "scheduler step" and _counts_iterations(event, code)
+            event
+            for event in trace.events()
+            if event.kind == "scheduler step" and _counts_iterations(event.node, event.frame, code)
         ]
         found: list[tuple[SourceEvent, SourceEvent | None]] = []  # with the scaler's step that may be skipped
         for move in moves:
@@ -86,22 +96,68 @@ def check_source(code: SourceFile) -> Findings:
             yield RULE.at(
                 move.place,
                 "the scheduler advances even when the scaler skips the optimizer's step",
+                fix=None if edits else RULE.without_edit("step, update and this call do not follow in one block"),
                 edits=edits,
                 safe=False,
             )
+    for call in _beside_apex_step(code):
+        yield RULE.at(
+            code.script.place(call),
+            "the scheduler advances even when apex skips the optimizer's step",
+            fix='Step the scheduler only if `amp.state_dict()["loss_scaler0"]["loss_scale"]` has not fallen.',
+        )
 
 
-def _counts_iterations(move: SourceEvent, code: SourceFile) -> bool:
+def _beside_apex_step(code: SourceFile) -> Iterator[ast.Call]:
+    """Yield each ``scheduler.step()`` in one block with the step of an optimizer whose loss ``apex.amp`` scales."""
+    scaled = {key for call, frame in dynamically_scaled_losses(code) for key in scaled_optimizers(call, frame)}
+    parents = code.script.parents
+    moves: list[tuple[ast.Call, Frame]] = []
+    blocks: set[tuple[ast.AST, str]] = set()  # with such a step: the statement around it, and which of its bodies
+    for call in code.nodes(ast.Call) if scaled else ():
+        statement = parents[call]
+        if method_called(call) != "step" or not isinstance(statement, ast.Expr):
+            continue
+        frame = code.frame(code.function_at(call))
+        assert isinstance(call.func, ast.Attribute)
+        if frame.role(call.func.value) == SCHEDULER and _counts_iterations(call, frame, code):
+            moves.append((call, frame))
+        elif frame.key(call.func.value) in scaled:
+            blocks.add(_block_of(statement, parents))
+    for call, frame in moves:
+        block = _block_of(parents[call], parents)
+        while block not in blocks and isinstance(block[0], ast.If) and _asks_for_scheduler(block[0].test, frame):
+            block = _block_of(block[0], parents)  # if scheduler is not None: scheduler.step()
+        around = block[0]
+        asked = frame.outline.script.segment(around.test) if isinstance(around, ast.If) else ""
+        if block in blocks and not _checks_step(asked):
+            yield call
+
+
+def _asks_for_scheduler(test: ast.expr, frame: Frame) -> bool:
+    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.IsNot):
+        test = test.left
+    return isinstance(test, ast.Name | ast.Attribute) and frame.role(test) == SCHEDULER
+
+
+def _block_of(statement: ast.AST, parents: dict[ast.AST, ast.AST]) -> tuple[ast.AST, str]:
+    around = parents[statement]
+    fields = ("body", "orelse", "finalbody", "handlers")
+    return around, next((name for name in fields if statement in getattr(around, name, ())), "")
+
+
+def _counts_iterations(move: ast.expr, frame: Frame, code: SourceFile) -> bool:
     """Return whether ``scheduler.step()`` is a learning rate's, and counts calls itself."""
-    assert isinstance(move.node, ast.Call)
+    assert isinstance(move, ast.Call)
+    assert isinstance(move.func, ast.Attribute)
     # `step(epoch + i / n)` sets a position and `step(loss)` a plateau.
-    flags = [word for word in move.node.keywords if isinstance(word.value, ast.Constant)]  # step(skip_optimizer=True)
-    has_arguments = bool(move.node.args) or len(flags) < len(move.node.keywords)
-    finds_lr = any(LR_FINDER.search(frame.function.name) for frame in move.frame.callers())
-    name = last_name(move.receiver)
-    if has_arguments or finds_lr or NOT_LR.search(name):
+    flags = [word for word in move.keywords if isinstance(word.value, ast.Constant)]  # step(skip_optimizer=True)
+    has_arguments = bool(move.args) or len(flags) < len(move.keywords)
+    finds_lr = any(LR_FINDER.search(caller.function.name) for caller in frame.callers())
+    name = last_name(move.func.value)
+    if has_arguments or finds_lr or NOT_LR.search(name) or _is_made_without_optimizer(move.func.value, frame):
         return False
-    target = move.frame.callee(move.node)
+    target = frame.callee(move)
     if target is not None:
         return not FOLLOWS_OPTIMIZER.search(target[0].text)
     # Every scheduler of this name in the file.
@@ -111,6 +167,21 @@ def _counts_iterations(move: SourceEvent, code: SourceFile) -> bool:
     steps = [method for cls in classes if (method := home.method(cls, "step")) is not None]
     follow = [step for step in steps if FOLLOWS_OPTIMIZER.search(step.text)]
     return not follow or len(follow) < len(made)
+
+
+def _is_made_without_optimizer(scheduler: ast.expr, frame: Frame) -> bool:
+    """Return whether it is an object of a class that gets nothing of which an optimizer may be a part."""
+    made = [(value, home) for value, home in frame.values(scheduler) if isinstance(value, ast.Call)]
+    if len(made) != 1 or not last_name(made[0][0].func)[:1].isupper():
+        return False
+    call, home = made[0]
+    given = arguments_given(call)
+    is_open = any(isinstance(part, ast.Starred) for part in given) or any(word.arg is None for word in call.keywords)
+    words = [part.arg or "" for part in call.keywords]
+    may_hold = [part for part in given if isinstance(part, ast.Name | ast.Attribute | ast.Subscript)]
+    is_number = all(SETTING.search(dotted_text(part) or "") for part in may_hold if home.role(part) != OPTIMIZER)
+    of_optimizer = any(home.role(part) == OPTIMIZER or "opt" in ast.unparse(part).lower() for part in given)
+    return not (is_open or of_optimizer or "optimizer" in words) and is_number
 
 
 def _iteration(event: SourceEvent) -> tuple[Loop, ...]:

@@ -12,20 +12,23 @@ from ampwise.check.source.names import method_called
 from ampwise.check.source.torch_names import SCALER
 from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
+from ampwise.numbers.number_text import number_text, scale_text
 
 if TYPE_CHECKING:
     from ampwise.check.source.types import CodeSite, CodeTrace, Frame, SourceFile
     from ampwise.finding import Place
+    from ampwise.watch.run_events import ScaleInLoss
 
 RULE = Rule(
     code="AMP112",
     name="stale-scale",
     severity=Severity.ERROR,
-    summary="A loss scale read before `scaler.update()` is used after it.",
+    summary="A loss scale read before `scaler.update()` is used after it, or is left in a part of the loss.",
     why=(
         "`update()` halves the scale after an overflow and doubles it after 2000 clean steps. A copy taken earlier "
         "then multiplies or divides by the wrong power of two, and the resulting gradients or norms are off by that "
-        "factor without any error."
+        "factor without any error. So is a penalty of the gradients of `autograd.grad(scaler.scale(...), ...)` that "
+        "are not divided by the scale: the scaler divides only the gradients of the optimizer's parameters."
     ),
     fix="Read `scaler.get_scale()` where it is used, or call `scaler.unscale_(optimizer)` instead.",
     bad=(
@@ -37,11 +40,27 @@ RULE = Rule(
         "    norm = grad_norm(model) / scaler.get_scale()\n    scaler.step(optimizer)\n    scaler.update()"
     ),
 )
+UNSCALE = (
+    "Divide the gradients by the scale before you use them, here and wherever `scaler.scale` is called in the loss:\n"
+    "    grads = torch.autograd.grad(scaler.scale(loss), inputs, create_graph=True)\n"
+    "    grads = [each / scaler.get_scale() for each in grads]"
+)
 NEEDS = (("caler",), ("get_scale", "._scale"), ("backward(",))
 
 # What a loss scale multiplies or divides.
 SCALED_THINGS = LazyPattern(r"grad|norm|loss", re.IGNORECASE)
 IN_PLACE = frozenset(("mul_", "div_", "mul", "div", "_foreach_mul_", "_foreach_div_"))
+
+
+def check_event(left: ScaleInLoss) -> Findings:
+    losses = [number_text(each) for each in (left.loss, left.at_half)]
+    scales = [scale_text(each) for each in (left.scale, left.scale / 2)]
+    yield RULE.at(
+        left.site.place,
+        f"a part of the loss is still multiplied by this loss scale: in a replay of the step, the loss is {losses[0]} "
+        f"at a scale of {scales[0]}, and {losses[1]} at {scales[1]}",
+        fix=UNSCALE,
+    )
 
 
 def check_source(code: SourceFile) -> Findings:
@@ -172,8 +191,12 @@ def _assignments(trace: CodeTrace, keys: Collection[str]) -> dict[str, list[Code
 
 def _uses(site: CodeSite, keys: Collection[str]) -> Iterator[tuple[str, ast.expr]]:
     """Yield stored scales that multiply or divide a loss, a gradient or a norm; comparing scales is fine."""
+    of_lists: dict[ast.AST, str] = {}  # [g * inverse for g in gradients]: what `g` runs over
     for part in walk(site.node):
+        if isinstance(part, ast.ListComp | ast.GeneratorExp):
+            of_lists[part.elt] = ast.unparse(part.generators[0].iter)
         factor, scaled = _factor_and_scaled(part)
+        scaled += of_lists.get(part, "")
         for name in walk(factor) if factor is not None and SCALED_THINGS.search(scaled) else ():
             if isinstance(name, ast.Name | ast.Attribute) and (key := site.context.frame.key(name)) in keys:
                 assert key is not None

@@ -30,6 +30,10 @@ RULE = Rule(
         "clip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer)\nscaler.update()"
     ),
 )
+NO_UPDATE = (
+    "Call `scaler.update()` in each iteration that calls `scaler.unscale_`, also where it leaves out the step. When "
+    "gradients accumulate, unscale them once, just before the step."
+)
 NEEDS = (("unscale_(",),)
 
 
@@ -68,7 +72,16 @@ def _step_of_another(unscale: SourceEvent, moments: list[Moment]) -> SourceEvent
 
 
 def check_event(unscale: Unscale) -> Findings:
-    if unscale.again:
-        yield RULE.at(
-            unscale.site.place, "`unscale_` is called a second time before `update`: torch raises an error here"
-        )
+    if not unscale.again or unscale.left_overflow:  # AMP115
+        return
+    raises = "torch raises an error here"
+    if not unscale.new_pass or unscale.earlier is None:
+        yield RULE.at(unscale.site.place, f"`unscale_` is called a second time before `update`: {raises}")
+        return
+    is_same = (unscale.earlier.file, unscale.earlier.line) == (unscale.site.file, unscale.site.line)
+    where = "this line" if is_same else unscale.earlier.in_text
+    yield RULE.at(
+        unscale.site.place,
+        f"there was a new backward pass, but no `update`, since the `unscale_` at {where}: {raises}",
+        fix=NO_UPDATE,
+    )

@@ -4,7 +4,9 @@ import ast
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.check.source.accumulation import accumulation_windows
+from ampwise.check.source.accumulation import accumulation_windows, cleared_before_the_last
+from ampwise.check.source.events import EventKind
+from ampwise.check.source.line_references import spot
 from ampwise.check.source.loss_normalisation import LossNormalisation
 from ampwise.check.source.names import dotted_text
 from ampwise.check.source.steps import BACKWARDS
@@ -21,8 +23,10 @@ RULE = Rule(
     summary="Gradients accumulate over n micro-batches, but the loss is not divided by n.",
     why=(
         "`backward()` adds to the gradients. After n micro-batches of a mean loss they are n times those of one large "
-        "batch: the effective learning rate is n times larger, clipping to a fixed norm removes n times as much, and "
-        "float16 gradients reach their limit of 65504 at an n times smaller loss scale."
+        "batch. With SGD the effective learning rate is n times larger. Adam and AdamW divide by the size of the "
+        "gradients and notice the factor only through `eps` and Adam's own weight decay. With any optimizer, clipping "
+        "to a fixed norm removes n times as much, and float16 gradients reach their limit of 65504 at an n times "
+        "smaller loss scale."
     ),
     fix="Divide the loss by the number of micro-batches: `scaler.scale(loss / n).backward()`.",
     bad=(
@@ -36,9 +40,11 @@ RULE = Rule(
     fixable="sometimes",
 )
 NEEDS = (
-    (".backward(",),
+    (".backward(", "update_grad=", "need_update="),
     ("autocast", "caler", "loat16", ".half(", "fp16", "FP16", "bf16", "loss_scal", "MixedPrecision"),
 )
+
+LONGEST_CALL = 60  # characters of a backward to show in the advice
 
 
 def check_source(code: SourceFile) -> Findings:
@@ -49,13 +55,28 @@ def check_source(code: SourceFile) -> Findings:
             if backwards:
                 reported.update([event.node for event in backwards])
                 edits = tuple(edit for event in backwards for edit in _divide(event, window))
+                edits = edits if len(edits) == len(backwards) else ()
                 size = "their number" if window.size is None else f"`{ast.unparse(window.size)}`"
-                yield RULE.at(
-                    backwards[0].place,
-                    f"gradients accumulate over several micro-batches, but the loss is not divided by {size}",
-                    edits=edits if len(edits) == len(backwards) else (),
-                    safe=False,  # the effective learning rate changes, as it should
-                )
+                loop, evidence = window.loop or window.region.loop, {}
+                if loop is not None:
+                    head = loop.node.test if isinstance(loop.node, ast.While) else loop.node.iter
+                    evidence["loop"] = loop.frame.outline.script.place(head).as_dict()
+                # One finding for each function: those of two branches are mistakes of their own.
+                for first in {event.frame.function: event for event in reversed(backwards)}.values():
+                    where = ""
+                    if loop is not None and loop.frame is not first.frame:  # a helper that many may call
+                        where = f", in the loop of {spot(loop.node, loop.frame, first.place)}"
+                    yield RULE.at(
+                        first.place,
+                        f"gradients accumulate over several micro-batches{where}, but the loss is not divided by "
+                        f"{size}",
+                        evidence=evidence if where else {},
+                        fix=_advice(first, window)
+                        if edits
+                        else RULE.without_edit(_obstacle(first, window), _advice(first, window)),
+                        edits=edits,
+                        safe=False,  # the size of the gradients changes, as it should
+                    )
 
 
 def _never_divided(window: AccumulationWindow) -> list[SourceEvent]:
@@ -63,6 +84,8 @@ def _never_divided(window: AccumulationWindow) -> list[SourceEvent]:
 
     If one optimizer applies them all, a single division may be meant for their sum.
     """
+    if cleared_before_the_last(window):
+        return []  # nothing accumulates
     found: dict[SourceEvent, None] = {}
     normalised = LossNormalisation(window)
     own = set(window.backwards)
@@ -73,6 +96,31 @@ def _never_divided(window: AccumulationWindow) -> list[SourceEvent]:
             if len(plain) == len(backwards) or len(window.optimizers) > 1:
                 found.update(dict.fromkeys(plain))
     return sorted(found, key=lambda event: event.line)
+
+
+def _advice(event: SourceEvent, window: AccumulationWindow) -> str | None:
+    """Return the advice with this script's own backward, if it is short; None for the rule's, with a scaler."""
+    script, loss = event.frame.outline.script, event.value
+    call = script.segment(event.node)
+    if loss is None or loss not in ast.walk(event.node) or not isinstance(loss, ast.Name) or len(call) > LONGEST_CALL:
+        is_plain = event.kind == EventKind.BACKWARD
+        return "Divide the loss by the number of micro-batches: `(loss / n).backward()`." if is_plain else None
+    (line, column), loop = script.span(loss)[0], window.loop or window.region.loop
+    start = script.offset(line, column) - script.offset(*script.span(event.node)[0])
+    is_near = loop is not None and loop.frame is event.frame
+    size = (dotted_text(window.size) if is_near and window.size is not None else None) or "n"
+    divided = f"({loss.id} / {size})" if event.receiver is loss else f"{loss.id} / {size}"
+    return f"Divide the loss by the number of micro-batches: `{call[:start]}{divided}{call[start + len(loss.id) :]}`."
+
+
+def _obstacle(event: SourceEvent, window: AccumulationWindow) -> str:
+    """Return why this backward has no edit, or another one of the same step."""
+    loop = window.loop or window.region.loop
+    if loop is None or event.frame is not loop.frame:
+        return "the loop is in another function"
+    if window.size is None or not (dotted_text(window.size) is not None or isinstance(window.size, ast.Constant)):
+        return "the number of micro-batches has no name here"
+    return "not every loss of this step is a plain name"
 
 
 def _divide(event: SourceEvent, window: AccumulationWindow) -> Iterator[Edit]:

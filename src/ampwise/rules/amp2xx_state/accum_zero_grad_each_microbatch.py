@@ -5,15 +5,20 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.accelerators import cleared_while_accumulating
-from ampwise.check.source.accumulation import events_of_each_micro_batch, optimizer_of
-from ampwise.check.source.guards import guards_of
-from ampwise.check.source.names import code_of, dotted_text, method_called
-from ampwise.check.source.precision import argument_of
-from ampwise.check.source.steps import BACKWARDS
+from ampwise.check.source.accumulation import (
+    ACCUMULATES,
+    accumulation_windows,
+    cleared_before_the_last,
+    events_of_each_micro_batch,
+    optimizer_of,
+)
+from ampwise.check.source.names import code_of, dotted_text
+from ampwise.check.source.steps import BACKWARDS, STEPS
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import AccumulationWindow, SourceEvent, SourceFile
+    from ampwise.check.source.types import AccumulationWindow, Region, SourceEvent, SourceFile
     from ampwise.watch.run_events import RunEvents
 
 RULE = Rule(
@@ -37,26 +42,62 @@ RULE = Rule(
     ),
 )
 NEEDS = (
-    (".backward(", "update_grad="),
+    (".backward(", "update_grad=", "need_update="),
     ("zero_grad", "grad = None"),
     ("autocast", "caler", "float16", ".half(", "mixed_precision"),
 )
 
 WHOLE_MODEL = frozenset(("model", "net", "network"))
+LAST = "in the last micro-batch, this discards the gradients of the earlier ones"
 FEWEST = 3  # steps; dropping the gradients of a bad batch is rarer
 
 
 def check_source(code: SourceFile) -> Findings:
     for event in events_of_each_micro_batch(code, "zero grad", _clears_what_accumulates):
         yield RULE.at(event.place, "this discards the gradients of the earlier micro-batches")
-    for call in _cleared_before_wrapper(code):
-        yield RULE.at(code.script.place(call), "this discards the gradients of the earlier micro-batches")
+    last = {event.node: event for region in code.regions for event in _cleared_in(region)}
+    for event in last.values():
+        yield RULE.at(event.place, LAST, fix="Call `optimizer.zero_grad()` after `optimizer.step()`, not before.")
+    for event, size in _applied_each_time(code):
+        yield RULE.at(
+            event.place,
+            f"the gradients are applied and cleared in every micro-batch, although `{size}` of them share a clip",
+            fix="Step, update and clear only after the last micro-batch, under the condition that the clip has.",
+        )
     for call in cleared_while_accumulating(code):
         yield RULE.at(
             code.script.place(call),
-            "in the last micro-batch, this discards the gradients of the earlier ones",
+            LAST,
             fix="Call `optimizer.zero_grad()` after `optimizer.step()`; in other micro-batches it then does nothing.",
         )
+
+
+def _cleared_in(region: Region) -> Iterator[SourceEvent]:
+    for window in accumulation_windows(region) if region.has("zero grad") else ():
+        yield from cleared_before_the_last(window)
+
+
+def _applied_each_time(code: SourceFile) -> Iterator[tuple[SourceEvent, str]]:
+    """Yield each clear of micro-batches whose loss is divided by n, of which only the n-th clips: each has a step."""
+    for region in code.regions:
+        clips = [event for event in region.events_of("clip", "unscale") if not region.inner_loops(event)]
+        sizes = dict.fromkeys(guard.boundary for event in clips for guard in region.own_guards(event) if guard.boundary)
+        applied = region.events_of(*STEPS, "update")
+        for size in sizes if region.loop is not None and applied and region.has("scaled backward") else ():
+            if size is None or not ACCUMULATES.search(size) or not _divides_by(size, region):
+                continue
+            cleared = [event for event in region.events_of("zero grad") if not region.inner_loops(event)]
+            all_of_them = [*region.events_of(*BACKWARDS), *applied, *cleared]
+            if cleared and not any(guard.boundary for event in all_of_them for guard in region.own_guards(event)):
+                yield cleared[-1], size
+
+
+def _divides_by(size: str, region: Region) -> bool:
+    """Return whether the loop has a division by the number of micro-batches."""
+    parts = walk(region.loop.node) if region.loop is not None else ()
+    divisions = [part for part in parts if isinstance(part, ast.BinOp | ast.AugAssign) and isinstance(part.op, ast.Div)]
+    divisors = [part.right if isinstance(part, ast.BinOp) else part.value for part in divisions]
+    return any(code_of(each) == size for each in divisors)
 
 
 def _clears_what_accumulates(event: SourceEvent, window: AccumulationWindow) -> bool:
@@ -84,24 +125,6 @@ def _all_before_its_step_accumulate(event: SourceEvent, window: AccumulationWind
             elif later in window.steps and optimizer_of(later) == event.key:
                 last_ones += waiting
     return bool(last_ones) and set(last_ones) <= set(window.steady(window.backwards))
-
-
-def _cleared_before_wrapper(code: SourceFile) -> Iterator[ast.Call]:
-    """Yield each ``zero_grad()`` in the block before ``loss_scaler(loss, optimizer, update_grad=i % n == 0)``."""
-    for call in code.nodes(ast.Call) if "update_grad=" in code.script.text else ():
-        last, frame = argument_of(call, "update_grad"), code.frame(code.function_at(call))
-        if last is None or len(call.args) < 2 or not any(g.boundary for g in guards_of(last, frame)[0]):
-            continue
-        optimizer = code_of(call.args[1])
-        statement: ast.AST = code.script.statement(call)
-        while not isinstance(statement, ast.For | ast.While | ast.FunctionDef | ast.Module):
-            above = code.script.parents[statement]
-            for each in getattr(above, "body", []):
-                cleared = getattr(each, "value", None)
-                before = each.lineno < call.lineno and method_called(cleared) == "zero_grad"
-                if before and isinstance(cleared, ast.Call) and code_of(cleared.func) == f"{optimizer}.zero_grad":
-                    yield cleared
-            statement = above
 
 
 def check_run(run: RunEvents) -> Findings:

@@ -45,6 +45,7 @@ CLEARS = LazyPattern(
     r"del .*\.grad"
 )
 GATHERS = frozenset(("list", "tuple", "chain", "itertools"))
+SELDOM = 4  # steps on a sum of used gradients for each other one
 KEPT = 10  # steps whose gradients were never cleared
 MODE = LazyPattern(r"amp\b|scaler|fp16|half|mixed|precision", re.IGNORECASE)
 KNOWN = LazyPattern(
@@ -80,7 +81,14 @@ def check_source(code: SourceFile) -> Findings:
 
 def check_learning(facts: Learning) -> Findings:
     for use in facts.optimizers:
-        if use.kept >= KEPT and not use.cleared and not use.closures:
+        if use.kept >= KEPT and use.cleared and use.cleared * SELDOM <= use.kept and not use.closures:
+            yield RULE.at(
+                use.backward_site.place,
+                f"in {use.kept} of {use.kept + use.cleared} steps that were looked at, this pass added to the "
+                "gradients that the step before had used: they are cleared too seldom",
+                evidence={"times": use.kept},
+            )
+        elif use.kept >= KEPT and not use.cleared and not use.closures:
             yield RULE.at(
                 use.backward_site.place,
                 f"in all {use.kept} steps that were looked at, this pass added to the gradients that the step before "
@@ -146,6 +154,8 @@ def _is_part(key: str, other: str) -> bool:
 
 def _optimizer(step: SourceEvent) -> ast.expr:
     assert isinstance(step.node, ast.Call)
+    if step.value is not None:
+        return step.value
     return step.node.args[0] if step.kind == "scaler step" and step.node.args else step.receiver
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.checkpoints import apex_users, checkpoints_without_scaler
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import arguments_given, dotted_text, method_called
+from ampwise.check.source.scalers import scalers_made
 from ampwise.check.source.torch_names import GRAD_SCALERS, OPTIMIZER, SCALER
 from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Edit, Findings, Rule, Severity
@@ -38,7 +39,11 @@ RULE = Rule(
     ),
     fixable="sometimes",
 )
-NEEDS = (("caler", "Accelerator(", "scale_loss("), ("save", "Save", "heckpoint", "ckpt", "dump", "state_dict"))
+NEEDS = (
+    ("caler", "Accelerator(", "scale_loss("),
+    # A base class of another file may save.
+    ("save", "Save", "heckpoint", "ckpt", "dump", "state_dict", "Base", "rainer)", "unner)", "olver)", "ngine)"),
+)
 
 
 LOADS = LazyPattern(r"load|resume|restore", re.IGNORECASE)
@@ -47,11 +52,20 @@ LOADS = LazyPattern(r"load|resume|restore", re.IGNORECASE)
 def check_source(code: SourceFile) -> Findings:
     is_apex = bool(apex_users(code)) and "GradScaler" not in code.script.text
     for checkpoint in checkpoints_without_scaler(code):
+        place, what = checkpoint.frame.outline.script.place(checkpoint.where), "this checkpoint"
+        if place.file in code.project.imported and not code.calls_leading_to(place):
+            made = next((made.node for made in scalers_made(code)), None)
+            if made is not None:  # a base class saves, of a file that is not checked itself
+                place, what = code.script.place(made), f"the checkpoint that the base class saves, in {place},"
+        fix = RULE.fix.replace("scaler.state_dict", "amp.state_dict") if is_apex else RULE.fix
+        edits = _save_and_load(checkpoint, code)
         yield RULE.at(
-            checkpoint.frame.outline.script.place(checkpoint.where),
-            "this checkpoint has the optimizer's state but not the scaler's",
-            fix=RULE.fix.replace("scaler.state_dict", "amp.state_dict") if is_apex else RULE.fix,
-            edits=_save_and_load(checkpoint, code),
+            place,
+            f"{what} has the optimizer's state but not the scaler's",
+            fix=fix
+            if edits
+            else RULE.without_edit("it must fit what saves and what loads, not all of it plain here", fix),
+            edits=edits,
             safe=False,  # a resumed run differs, as it should
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ampwise.check.source.cases import ALWAYS, FALSE, Limit, conditions_at, joined
 from ampwise.check.source.defaults import defaults_of, last_word, option_defaults
-from ampwise.check.source.half_models import half_optimizers, sharded_in
+from ampwise.check.source.half_models import half_models_in, half_optimizers, sharded_in
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.modes import Autocast, entered_by, is_off_gpu
 from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
@@ -19,6 +19,7 @@ from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.cases import Conditions
+    from ampwise.check.source.half_models import HalfModel
     from ampwise.check.source.types import Frame, SourceFile
     from ampwise.check.source.walk import CodeSite
 
@@ -66,19 +67,21 @@ DECIDES = LazyPattern(
 )
 PRINTS = ("print", "info", "debug", "log", "write")
 FOLLOW = 3  # names
+# What FP16 tensor cores are not enough for: packages, and the option of transformers.
+NEWER_GPUS = ("flash_attn", "flash_attn_interface", "transformer_engine")
+FLASH_ATTENTION = {"flash_attention_2", "flash_attention_3"}
 
 
 def check_source(code: SourceFile) -> Findings:
     if code.uses_framework:
         return
     yield from _low_thresholds(code)
-    if _asks_hardware(code):
+    if _asks_hardware(code) or _runs_on_newer_gpus_alone(code):
         return
     steps = any(region.has("optimizer step", "scaler step", "opaque") for region in code.regions)
     if not steps and not any(event.kind == "opaque" and event.context.loops for event in code.events):
         return  # inference and tests may be written for a known GPU
-    for pair in half_optimizers(code, BF16) if "cuda" in code.script.text else ():
-        model = pair.model
+    for model in _models_trained(code) if "cuda" in code.script.text else ():
         if model.context.frame.outline is code.outline and _is_default(model.given, code):
             place = code.script.place(_names_bf16(model.node))
             yield RULE.at(place, "this file does not check that the GPU has BF16, the dtype of these weights")
@@ -110,6 +113,15 @@ def check_source(code: SourceFile) -> Findings:
             return
 
 
+def _models_trained(code: SourceFile) -> list[HalfModel]:
+    """Return the BF16 models whose parameters an optimizer gets, and those that a training step runs.
+
+    The latter may have FP32 master weights, or adapters: their matmuls are in BF16 all the same.
+    """
+    run = [model for region in code.regions if region.has("backward") for model in half_models_in(region, code, BF16)]
+    return [*[pair.model for pair in half_optimizers(code, BF16)], *run]
+
+
 def _literals(code: SourceFile) -> list[ast.Attribute]:
     """Return where a file assigns BF16 as a dtype, maybe as one of several; nothing if it also names it elsewhere."""
     named = [node for node in code.nodes(ast.Attribute) if node.attr == "bfloat16"]
@@ -132,6 +144,19 @@ def _asks_hardware(code: SourceFile) -> bool:
     asked: list[ast.expr] = [node for node in code.nodes(ast.Attribute) if CHECKS_HARDWARE.search(node.attr)]
     asked += [node for node in code.nodes(ast.Name) if CHECKS_HARDWARE.search(node.id)]
     return any(not _is_beside(node, code) for node in asked)
+
+
+def _runs_on_newer_gpus_alone(code: SourceFile) -> bool:
+    """Whether the file uses what raises an error on a GPU without BF16: FP8 matmuls, FlashAttention 2 or 3."""
+    for statement in code.outline.script.tree.body:  # an import in a `try` may fail
+        names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
+        names += [statement.module or ""] if isinstance(statement, ast.ImportFrom) and not statement.level else []
+        if any(name.partition(".")[0] in NEWER_GPUS for name in names):
+            return True
+    if any(code.outline.imports.qualified(node) == "torch._scaled_mm" for node in code.nodes(ast.Attribute)):
+        return True
+    defaults = defaults_of(code).items() if "flash_attention_" in code.script.text else ()
+    return any("attn" in name and values and values <= FLASH_ATTENTION for name, values in defaults)
 
 
 def _is_beside(question: ast.expr, code: SourceFile, depth: int = 0) -> bool:
@@ -193,7 +218,7 @@ def _is_likely(option: str, limit: Limit, code: SourceFile) -> bool:
     if among and among <= set(NOT_CUDA):
         return False
     name = last_word(option)
-    defaults = defaults_of(code).get(name) or _defaults_of_importers(name, code)
+    defaults = defaults_of(code).get(name) or _defaults_of_importers(name, code) or _defaults_of_imported(name, code)
     named = [value.lower() for value in among | limit.without if isinstance(value, str)]
     if not any(value in SPELLINGS or ABOUT_BF16.search(value) for value in named):
         # A flag, a phase, a device; one called `use_bf16` is the user's choice, if the script does not set it.
@@ -208,6 +233,13 @@ def _defaults_of_importers(name: str, code: SourceFile) -> set[str | bool]:
     if any(_asks_hardware(importer) for importer in importers):
         return set()
     return set().union(*[option_defaults(importer).get(name, set()) for importer in importers])
+
+
+def _defaults_of_imported(name: str, code: SourceFile) -> set[str | bool]:
+    """Return what an option is by default in the files of settings that a script imports."""
+    texts = {path: code.project.text(path) or "" for path in code.project.taken_by(code.path)}
+    named = [path for path, text in texts.items() if name in text and ABOUT_BF16.search(text)]
+    return set().union(*[option_defaults(code.project.code(path)).get(name, set()) for path in named])
 
 
 def _low_thresholds(code: SourceFile) -> Findings:

@@ -31,7 +31,7 @@ RULE = Rule(
     good="model = DistributedDataParallel(model)  # forward() returns the loss\nloss = model(x, y)\nloss.backward()",
 )
 NEEDS = (
-    ("backward(",),
+    ("backward(", "rainer("),
     ("DistributedDataParallel", "FullyShardedDataParallel", "Accelerator"),
 )
 
@@ -45,6 +45,7 @@ NOT_TRAINED = LazyPattern(
 OWN_AVERAGE = LazyPattern(r"all_?reduce\w*\([^\n]*grad|(average|(all_?)?reduce|synchroni[sz]e)_\w*grad|sync_grad\w*\(")
 ON_PURPOSE = LazyPattern(r"sync|accum|%|is_last|boundary|micro")  # only the last micro-batch goes through the wrapper
 SUMMONS = ("summon_full_params", "unshard")  # inside, FSDP's parameters are whole
+AROUND_A_STEP = ("accumulate", "no_sync", "join_uneven_inputs")  # contexts of a wrapper that run no forward
 ASSIGNMENTS = ast.Assign | ast.AnnAssign | ast.AugAssign
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
@@ -94,34 +95,57 @@ def check_source(code: SourceFile) -> Findings:
 
 
 def _passed_to_training(code: SourceFile, calls: dict[FunctionOutline, list[ast.Call]]) -> Findings:
-    """Yield the calls that pass ``model.module`` to a function that runs it for a backward of its own."""
+    """Yield the calls that pass ``model.module`` to a function or an object that runs it for a backward of its own."""
     named: dict[str, list[FunctionOutline]] = {}
     for function in code.outline.functions[1:]:
         named.setdefault(function.name, []).append(function)
     for function, own in calls.items():
+        frame = code.frame(function)
         for call in own:
+            inner = [(part, held) for part in arguments_given(call) if (held := _inner_passed(part, frame))]
+            if len(inner) != 1 or _is_under(call, code, frame, NO_GRAD):
+                continue
+            part, outer = inner[0][0], dotted_text(inner[0][1])
             targets = named.get(last_name(call.func), [])
-            inner = [part for part in call.args if isinstance(part, ast.Attribute) and part.attr in INNER]
-            if not inner or len(targets) != 1 or _is_under(call, code, code.frame(function), NO_GRAD):
+            target, owner = frame.callee(call) or (targets[0] if len(targets) == 1 else None, None)
+            if target is None or outer is None or NOT_TRAINED.search(outer.rpartition(".")[2]):
                 continue
-            outer, target = dotted_text(inner[0].value), targets[0]
-            if outer is None or NOT_TRAINED.search(outer.rpartition(".")[2]):
-                continue
-            gets_wrapper = any(dotted_text(given) == outer for given in arguments_given(call))
-            position = call.args.index(inner[0]) + (target.self_name is not None)
-            if position < len(target.params) and not gets_wrapper:
-                runs = calls.get(target, ())
-                if any(_is_run_for_backward(run, target.params[position], target, code) for run in runs):
-                    what = f"trains the module inside `{outer}`: past {DDP}, gradients are not averaged over the ranks"
-                    yield RULE.at(code.script.place(call), what)
+            given = frame.enter(target, call, owner).arguments
+            name = next((name for name, value in given.items() if value is part), None)
+            gets_wrapper = any(dotted_text(other) == outer for other in arguments_given(call))
+            if name is not None and not gets_wrapper and _trains(name, target, code.project.code(target.outline.path)):
+                what = f"trains the module inside `{outer}`: past {DDP}, gradients are not averaged over the ranks"
+                yield RULE.at(code.script.place(call), what)
+
+
+def _inner_passed(node: ast.expr, frame: Frame) -> ast.expr | None:
+    """Return the wrapper of ``model.module``, or of a name that was assigned it."""
+    if isinstance(node, ast.Attribute):
+        return node.value if node.attr in INNER else None
+    return _outer_of(node, frame) if isinstance(node, ast.Name) else None
+
+
+def _trains(name: str, function: FunctionOutline, code: SourceFile) -> bool:
+    """Whether a function runs its parameter for a backward, or keeps it for a method of its object that does."""
+    runs = [(name, function)]
+    owner = function.owner
+    if owner is not None and function.name == "__init__":
+        for attribute, bindings in owner.attributes.items():
+            if any(isinstance(one.value, ast.Name) and one.value.id == name for one in bindings):
+                runs += [(f"{method.self_name}.{attribute}", method) for method in owner.methods.values()]
+    for each, home in runs:
+        calls = [part for part in walk(home.node) if isinstance(part, ast.Call)]
+        if any(_is_run_for_backward(call, each, home, code) for call in calls):
+            return True
+    return False
 
 
 def _is_run_for_backward(call: ast.Call, name: str, function: FunctionOutline, code: SourceFile) -> bool:
     """Whether a call of a module, or of a method of its own, leads to a backward in the same function."""
     func = call.func
-    if isinstance(func, ast.Attribute) and func.attr not in MODULE_METHODS and call.args:
+    if isinstance(func, ast.Attribute) and dotted_text(func) != name and func.attr not in MODULE_METHODS and call.args:
         func = func.value
-    is_run = isinstance(func, ast.Name) and func.id == name
+    is_run = dotted_text(func) == name
     return is_run and not _is_under(call, code, code.frame(function), NO_GRAD) and _follow(call, function, code)[0] > 0
 
 
@@ -142,7 +166,7 @@ def _inner_call(call: ast.Call, frame: Frame) -> tuple[ast.expr | None, str]:
         return _outer_of(func.value, frame), func.attr
     target = frame.definition(func) if outer is None and isinstance(func, ast.Name) else None
     if isinstance(target, FunctionOutline):  # compute_loss(model.module, batch), which calls its first parameter
-        for name, given in zip(target.params, call.args, strict=False):
+        for name, given in frame.enter(target, call, None).arguments.items():
             outer = _outer_of(given, frame)
             parts = walk(target.node) if outer is not None else ()
             if any(isinstance(part, ast.Call) and dotted_text(part.func) == name for part in parts):
@@ -266,7 +290,9 @@ def _runs_wrapper(name: str, call: ast.Call, end: int, calls: list[ast.Call], co
             continue
         runs = dotted_text(other.func) in (name, f"{name}.forward")
         passes = any(dotted_text(given) == name for given in arguments_given(other))
-        if not runs and (not passes or last_name(other.func) in HARMLESS or _outer_of(other, frame) is not None):
+        if not runs and (
+            not passes or last_name(other.func) in (*HARMLESS, *AROUND_A_STEP) or _outer_of(other, frame) is not None
+        ):
             continue
         theirs = dict(_outer_nodes(other, code))
         if loop is not None and loop not in theirs:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.cases import FALSE, conditions_at
+from ampwise.check.source.half_models import POLICIES
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.modes import NO_AUTOCAST, ON, UNSEEN, modes_of
@@ -35,7 +36,7 @@ RULE = Rule(
     bad='loss = loss_fn(model(x), y)\nwith torch.autocast("cuda"):\n    scaler.step(optimizer)',
     good='with torch.autocast("cuda"):\n    loss = loss_fn(model(x), y)\nscaler.step(optimizer)',
 )
-NEEDS = (("autocast",), (".backward(", ".step(", "GradScaler"))
+NEEDS = (("autocast", "MixedPrecision"), (".backward(", ".step(", "GradScaler", "MixedPrecision"))
 
 # Calls that autocast does not affect.
 UNTOUCHED = frozenset(
@@ -61,6 +62,10 @@ OTHERWISE = LazyPattern(
 )
 TOLD = LazyPattern(r"(^|_)(fp16|amp|half|autocast|mixed_precision)($|_)")
 ASKS = LazyPattern(r"^(use_|enable_|with_|is_)?(amp|autocast|mixed_precision)(_enabled)?$|^use_(fp16|bf16)$")
+GENERATOR = LazyPattern(r"[._:](g|gen|generator|net_?g|g_?net)(_?(model|net|ddp))?$|generator$", re.I)
+DISCRIMINATOR = LazyPattern(
+    r"[._:](d|disc|discriminator|critic|net_?d|d_?net)(_?(model|net|ddp))?$|discriminator$", re.I
+)
 IN_TIME = LazyPattern(r"epoch|step|iter|warm|batch_?idx|\bi\b|<|>")  # FP32 at the start of training
 STEPS_BACK = 3  # assignments from the argument of a loss back to the forward
 HARMLESS = ast.Expr | ast.Assign | ast.AugAssign | ast.If | ast.Pass
@@ -84,8 +89,14 @@ def check_source(code: SourceFile) -> Findings:
             if autocast is not None and autocast.known and autocast.may_be_on:
                 found.append((manager, "no forward or loss is computed in this autocast region"))
     reported: set[ast.AST] = set()
-    found += [*_never_used(code), *_on_the_wrong_side(code), *_always_disabled(code), *_only_the_loss(code)]
-    found += [*_beside_autocast(code), *_on_another_device(code)]
+    found += [
+        *_never_used(code),
+        *_policies_never_given(code),
+        *_on_the_wrong_side(code),
+        *_always_disabled(code),
+        *_only_the_loss(code),
+    ]
+    found += [*_beside_autocast(code), *_on_another_device(code), *_generator_outside(code)]
     for node, message in found:
         if node not in reported:
             reported.add(node)
@@ -147,6 +158,20 @@ def _never_used(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
             unread = unread and name.rpartition(".")[2] not in read and "getattr(" not in code.script.text
         if unread:
             yield made[0], f"this autocast is held in `{name}` and never entered: it needs a `with`"
+
+
+def _policies_never_given(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
+    """Yield FSDP's policies held in a local name that nothing reads."""
+    for assignment in code.nodes(ast.Assign) if "MixedPrecision" in code.script.text else ():
+        name, made = dotted_text(assignment.targets[0]) or "", assignment.value
+        qualified = (code.outline.imports.qualified(made.func) or "") if isinstance(made, ast.Call) else ""
+        is_policy = qualified.startswith("torch.") and qualified.rpartition(".")[2] in POLICIES
+        function = code.function_at(assignment)
+        is_private = name.isidentifier() and function.parent is not None and name not in function.outside
+        if is_policy and is_private and "locals()" not in function.text:
+            inside = [part for part in walk(function.node) if isinstance(part, ast.Name) and part.id == name]
+            if not any(isinstance(part.ctx, ast.Load) for part in inside):
+                yield made, f"this policy is held in `{name}` and never given to FSDP: its dtypes have no effect"
 
 
 def _trains_itself(code: SourceFile) -> bool:
@@ -296,6 +321,23 @@ def _beside_autocast(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
         yield forward.node, f"`{option}` has the loss scaled, but this forward is not under autocast, as another is"
 
 
+def _generator_outside(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
+    """Yield the forward of a generator outside of the autocast that its discriminator and the losses are in."""
+    if code.uses_framework or OTHERWISE.search(code.script.text) or _autocasts_in_a_forward(code):
+        return
+    for region in code.regions:
+        forwards = [event for event in region.events_of("forward") if not event.context.no_grad]
+        inside = {event.key for event in forwards if event.context.in_autocast}
+        judged = any(DISCRIMINATOR.search(key or "") for key in inside)
+        if not judged or not region.has("scaled backward") or region.hidden:
+            continue
+        for event in forwards:
+            outside = event.key is not None and event.key not in inside and not event.context.autocasts
+            if outside and GENERATOR.search(event.key or "") and event.frame.outline is code.outline:
+                yield event.node, "the generator runs outside of the autocast that its discriminator is in"
+                break
+
+
 def _is_another_branch(forward: SourceEvent, other: SourceEvent) -> bool:
     """Return whether one iteration runs either of two forwards, by a choice that training does not make in time."""
     sides = {guard.text: guard for guard in forward.context.guards}
@@ -330,7 +372,7 @@ def _always_disabled(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
             continue
         if never_on:
             yield off[0].node, "autocast is always disabled here: this trains in FP32"
-        elif all(any(outer.known and outer.may_be_on for outer in context.autocasts) for context in contexts):
+        elif all(any(outer.known and outer.may_be_on for outer in context.autocasts[:-1]) for context in contexts):
             yield off[0].node, "this switches the autocast around it off for the whole forward: it runs in FP32"
 
 

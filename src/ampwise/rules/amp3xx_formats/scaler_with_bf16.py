@@ -11,6 +11,7 @@ from ampwise.check.source.half_models import trained_half_models
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.modes import NO_AUTOCAST, ON, UNSEEN, entered_by, modes_of, scalers_held
+from ampwise.check.source.precision import autocast_of
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.scalers import scalers_made
 from ampwise.check.source.torch_names import BF16, SCALER_NAME
@@ -18,7 +19,7 @@ from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.cases import Conditions
-    from ampwise.check.source.modes import Scaler
+    from ampwise.check.source.modes import Autocast, Scaler
     from ampwise.check.source.types import SourceFile
     from ampwise.watch.run_events import RunEvents
 
@@ -73,6 +74,7 @@ def check_source(code: SourceFile) -> Findings:
             yield RULE.at(place, f"autocast {how} BF16 ({line}): there is nothing to scale")
     yield from _on_bf16_weights(code, reported)
     yield from _on_with_a_scaler(code, reported)
+    yield from _returned_together(code, reported)
     yield from _steps_unseen(code, {mode.scaler.node for mode in modes_of(code)})
 
 
@@ -128,6 +130,34 @@ def _on_with_a_scaler(code: SourceFile, reported: set[ast.AST]) -> Findings:
                         code.script.place(autocast.node), f"BF16 autocast is on only together with `{named[0]}`"
                     )
                     break
+
+
+def _returned_together(code: SourceFile, reported: set[ast.AST]) -> Findings:
+    """Yield scalers that a function returns together with an autocast, switched on also where that is BF16."""
+    for function in code.outline.functions:
+        if "autocast" not in function.text or "caler" not in function.text:
+            continue
+        frame = code.frame(function)
+        for returned in function.returns:
+            parts = returned.elts if isinstance(returned, ast.Tuple) else []
+            contexts = [context for part in parts if (context := autocast_of(part, frame)) is not None]
+            autocasts = [one for context in contexts for one in entered_by(context) if one.dtype == BF16]
+            scalers = [made for part in parts for made in scalers_held(frame, part)] if autocasts else []
+            pairs = [(made, one) for made in scalers for one in autocasts if made.state == ON and _meet(made, one)]
+            # One that is made in a `try`, and again after it, is one scaler.
+            for made, autocast in pairs[:1]:
+                if made.node is not None and made.node not in reported:
+                    reported.add(made.node)
+                    place = code.script.place(made.node)
+                    line, how = spot(autocast.node, autocast.frame, place), "may be" if autocast.given else "is always"
+                    yield RULE.at(place, f"autocast {how} BF16 ({line}): there is nothing to scale")
+
+
+def _meet(made: Scaler, autocast: Autocast) -> bool:
+    """Whether a scaler is on where an autocast is BF16, and no option of its own decides that."""
+    together = joined(made.given, autocast.given)
+    apart = made.given.keys() - autocast.given.keys()
+    return together is not None and not denies(together, BF16) and not any(map(_is_about_precision, apart))
 
 
 def _steps_unseen(code: SourceFile, seen: set[ast.Call | None]) -> Findings:

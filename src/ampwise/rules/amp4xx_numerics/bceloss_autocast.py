@@ -59,10 +59,14 @@ def check_source(code: SourceFile) -> Findings:
         is_loss = bool(made) and all(isinstance(m, ast.Call) and home.qualified(m.func) in CLASSES for m, home in made)
         if is_function or is_loss:
             seen.add(call)
+            edits = _fixed_function(code, call, frame) if is_function else _fixed_class(code, call, made)
             yield RULE.at(
                 code.script.place(call),
                 f"`{'binary_cross_entropy' if is_function else 'BCELoss'}` raises an error under CUDA autocast",
-                edits=_fixed_function(code, call, frame) if is_function else _fixed_class(code, call, made),
+                fix=None
+                if edits
+                else RULE.without_edit("the sigmoid is not in this call, or the loss has other calls"),
+                edits=edits,
                 # An attribute, or an object that other files import, may have calls that are not checked.
                 safe=is_function or (isinstance(call.func, ast.Name) and not code.project.importers(code.path)),
             )

@@ -4,10 +4,13 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.modes import entered_by
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.reaching_definitions import reaching_values
 from ampwise.check.source.tensor_dtypes import (
     HALF,
+    KEEPS,
+    KEEPS_OUTSIDE,
     LIKELY_BF16,
     LIKELY_HALF,
     METHOD,
@@ -16,7 +19,7 @@ from ampwise.check.source.tensor_dtypes import (
     tensor_dtypes,
     torch_operation,
 )
-from ampwise.check.source.torch_names import BF16
+from ampwise.check.source.torch_names import BF16, FP16
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -74,9 +77,16 @@ def check_source(code: SourceFile) -> Findings:
                 reported.add(code.script.statement(where))
                 name = "BF16" if dtype in (BF16, LIKELY_BF16) else "FP16"
                 scores = code.script.segment(tensor)[:40]
-                message = f"`{scores}` is in {name} outside of autocast, so this loss is computed in {name}"
+                verb = "may be" if _is_chosen(code) else "is"
+                message = f"`{scores}` {verb} in {name} outside of autocast, so this loss {verb} computed in {name}"
                 yield RULE.at(code.script.place(where), message)
                 break
+
+
+def _is_chosen(code: SourceFile) -> bool:
+    """Return whether an option chooses between autocast in FP16 and in BF16."""
+    regions = {autocast for site in code.statements for autocast in site.context.autocasts}
+    return any({FP16, BF16} <= {one.dtype for one in entered_by(region)} for region in regions)
 
 
 def check_event(event: Backward) -> Findings:
@@ -113,8 +123,8 @@ def _name_of(tensor: ast.expr) -> ast.Name | None:
             is_of_torch = isinstance(tensor.func, ast.Attribute) and ast.unparse(tensor.func.value) in ("torch", "F")
             if is_of_torch and tensor.args:
                 tensor = tensor.args[0]
-            elif isinstance(tensor.func, ast.Attribute) and not is_of_torch:
-                tensor = tensor.func.value
+            elif isinstance(tensor.func, ast.Attribute) and tensor.func.attr in KEEPS | KEEPS_OUTSIDE:
+                tensor = tensor.func.value  # but not `model.encode(x)`
             else:
                 return None
         elif isinstance(tensor, ast.Attribute | ast.Subscript):

@@ -59,10 +59,12 @@ def check_source(code: SourceFile) -> Findings:
                 continue
             if tensor is not None and tensor_dtypes(code).dtype(tensor, site.context) == HALF:
                 seen.add(node)
+                edits = _finfo(tensor, literal, code, site.context.frame)
                 yield RULE.at(
                     code.script.place(node),
                     f"{code.script.segment(literal)} exceeds the range of FP16, which ends at 65504",
-                    edits=_finfo(tensor, literal, code, site.context.frame),
+                    fix=None if edits else RULE.without_edit("the tensor or the literal has no plain name here"),
+                    edits=edits,
                     # A product is added to something, and twice the largest FP16 number is inf.
                     safe=not isinstance(node, ast.BinOp) and "jit.script" not in code.script.text,
                 )

@@ -105,7 +105,7 @@ def check_source(code: SourceFile) -> Findings:
     # A trained model before what is only named like one: `self.processor(x)` before `self.model(x)`.
     for event in sorted(seen.forwards, key=lambda event: event.key not in trained):
         frame = seen.evaluation_of(event, trained) if event.key not in plain else None
-        if frame is None or frame.outline is not code.outline:
+        if frame is None or not (frame.outline is code.outline or frame.outline.path in code.project.imported):
             continue
         loop = next((loop for loop in reversed(event.context.loops) if loop.frame is frame), None)
         own: object = loop.node if loop is not None and _trains(frame) else frame.function
@@ -117,7 +117,8 @@ def check_source(code: SourceFile) -> Findings:
             if inner is frame:
                 break
             node = inner.call or node
-        yield RULE.at(code.script.place(node), "training runs under autocast, but this evaluation does not")
+        place = frame.outline.script.place(node)
+        yield RULE.at(place, "training runs under autocast, but this evaluation does not")
     for site in code.calls if training else ():
         option = EVALUATORS.get(site.context.frame.qualified(site.call.func) or "")
         if option is not None and site.call not in reported and argument_of(site.call, option) is None:
@@ -168,7 +169,10 @@ class EvaluationCode:
 
     def __init__(self, traces: list[CodeTrace], code: SourceFile) -> None:
         self.events = [event for trace in traces for event in trace.events()]
-        self.forwards = [event for event in self.events if event.kind == "forward" and not _is_verb(event)]
+        forwards = [event for event in self.events if event.kind == "forward"]
+        # `model.train_step(batch)` is a forward, in an evaluation too, if the training calls it under autocast.
+        steps = {_function_called(event) for event in forwards if event.context.autocasts and not event.context.no_grad}
+        self.forwards = [event for event in forwards if not _is_verb(event) or _function_called(event) in steps]
         sites = [site for trace in traces for site in trace.calls]
         for site in sites:
             name = last_name(site.call.func)
@@ -236,10 +240,13 @@ class EvaluationCode:
         if not isinstance(call, ast.Call):
             return False
         given = [each for each in call.args if not isinstance(each, ast.Constant)]
-        runs_it = event.frame.key(call.func) == event.key and len(given) > len(call.args) / 2
-        return not runs_it and any(
-            one.key == event.key and one.context.autocasts and frame in one.frame.callers() for one in self.forwards
-        )
+        is_forward = event.frame.key(call.func) == event.key
+        if is_forward and len(given) > len(call.args) / 2:
+            return False
+        beside = [one for one in self.forwards if one.key == event.key and one.context.autocasts]
+        beside = [one for one in beside if frame in one.frame.callers()]
+        asked = [ast.unparse(one.node.func) for one in beside if isinstance(one.node, ast.Call)]
+        return bool(asked) and (is_forward or ast.unparse(call.func) not in asked)
 
     def _of_branch(self, event: SourceEvent) -> Frame | None:
         """Return the frame of a loop whose branch for evaluation has no autocast."""
@@ -256,6 +263,10 @@ def _is_accelerated(event: SourceEvent, code: SourceFile) -> bool:
     """Whether Accelerate prepared the model, whose forward it then runs under autocast, everywhere."""
     func = event.node.func if isinstance(event.node, ast.Call) else None
     return isinstance(func, ast.Name | ast.Attribute) and "ccelerator" in code.script.text and is_prepared(func, code)
+
+
+def _function_called(event: SourceEvent) -> str:
+    return ast.unparse(event.node.func) if isinstance(event.node, ast.Call) else ""
 
 
 def _is_verb(event: SourceEvent) -> bool:
@@ -329,7 +340,7 @@ def _is_aside(frame: Frame, loop: Loop | None) -> bool:
     """Whether a function uses a model for something else than to evaluate it: to sample, to predict, to time it."""
     function = frame.function
     name = function.name.lower()
-    if GENERATES.search(name):
+    if GENERATES.search(name) or (WRITES.search(name) and not MEASURES.search(function.text.lower())):
         return True
     if EVALUATES.search(name):
         text = function.text.lower()  # a test may also only write what the model makes of each batch

@@ -66,3 +66,13 @@ def test_what_fix_fixes_has_a_star_in_colour_too(finding):
     assert plain.startswith("error[AMP101] [*] clip-scaled-grads: ")
     assert plain.endswith("[*] 1 fixable with `ampwise check --fix -`.\n")
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+
+
+def test_a_terminals_width_is_kept_and_the_carets_stay_under_their_code(finding):
+    line = f"loss = first_{'x' * 30}(1) + second_{'y' * 30}(2) + bad(3)\n"
+    start = line.index("bad(3)") + 1
+    place = {"file": "a.py", "line": 1, "column": start, "end_line": 1, "end_column": start + len("bad(3)")}
+    text = full.render([finding("word " * 40, fix="word " * 40, **place)], texts={"a.py": line}, width=70)
+    assert max(map(len, text.splitlines())) <= 70
+    code, marks = [each for each in text.splitlines() if " | " in each]
+    assert code[marks.index("^") : marks.rindex("^") + 1] == "bad(3)"

@@ -25,7 +25,7 @@ def test_the_shape_is_ruffs_with_ours_added(finding):
             "message": "Call scaler.unscale_(optimizer) first.",
             "edits": [],
         },
-        "url": None,
+        "url": "https://github.com/ampwise/ampwise/blob/main/docs/rules/AMP101-clip-scaled-grads.md",
         "evidence": {"norm": "NaN"},
         "place": place,
     }

@@ -1,9 +1,12 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from ampwise.finding import Edit, Severity
+from ampwise.finding.registry import find_rule
 from ampwise.report.printers.outputs import sarif
+from ampwise.report.printers.rule_page import rule_page
 
 
 @pytest.fixture
@@ -58,6 +61,7 @@ def test_a_rule_says_all_it_knows(rendered, finding):
             "shortDescription": {"text": "Gradients are clipped while still scaled"},
             "fullDescription": {"text": "The threshold is 65536 times too small."},
             "help": {"text": "Call scaler.unscale_(optimizer) first."},
+            "helpUri": rule_page(find_rule("AMP101")),
             "defaultConfiguration": {"level": "warning", "enabled": True},
         }
     ]
@@ -135,3 +139,18 @@ def test_a_cell_is_a_logical_location_and_its_edits_are_no_fix_of_the_file(rende
     assert result["properties"]["place"]["cell"] == 3
     assert result["properties"]["edits"] == [edit.as_dict() for edit in found.edits]
     assert "fixes" not in result
+
+
+def test_a_file_that_could_not_be_checked_is_a_valid_result(validate_sarif, finding):
+    unread = SimpleNamespace(path="b.py", reason="syntax error", line=None)
+    log = json.loads(sarif.render([finding(file="a.py", line=1)], unread=[unread]))
+    validate_sarif(log)
+    run = log["runs"][0]
+    assert run["tool"]["driver"]["rules"][run["results"][1]["ruleIndex"]]["id"] == run["results"][1]["ruleId"]
+
+
+def test_a_place_in_the_evidence_is_a_related_location(rendered, finding):
+    evidence = {"loop": {"file": "train.py", "line": 6}, "ranges": {"line": "x", "other": 1}, "count": 2}
+    [related] = rendered(finding(file="a.py", line=1, evidence=evidence))["results"][0]["relatedLocations"]
+    assert related["physicalLocation"]["artifactLocation"]["uri"] == "train.py"
+    assert (related["physicalLocation"]["region"], related["message"]["text"]) == ({"startLine": 6}, "loop")

@@ -17,6 +17,6 @@ def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[
     for finding in in_file_order(findings):
         place = paint(printable(str(finding.place)), "bold", colour)
         code = paint(finding.rule.code, finding.severity, colour)
-        mark = f"{fix_mark(finding, colour)}[{finding.severity}]"
+        mark = f"{fix_mark(finding, colour)}[{finding.severity.word}]"
         lines.append(f"{place}: {code} {mark} {finding.rule.name}: {printable(finding.message)}")
     return "\n".join([*lines, summary(findings, colour)]) + "\n"

@@ -13,7 +13,14 @@ from ampwise.report.source_lines import SourceFiles, excerpt
 from ampwise.report.text_layout import finding_paragraph, path_from_here
 
 
-def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None) -> str:
+def render(
+    findings: Sequence[Finding],
+    *,
+    colour: bool = False,
+    texts: Mapping[str, str] | None = None,
+    width: int | None = None,
+) -> str:
+    """Return the paragraphs, wrapped to ``width``; None leaves lines as long as they are."""
     sources = SourceFiles(texts)
     paragraphs = []
     for finding in in_file_order(findings):
@@ -27,10 +34,11 @@ def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[
             finding_paragraph(
                 finding,
                 where=str(place.but(file=place.file and path_from_here(place.file))) if place.as_dict() else "",
-                source=excerpt(finding.place, sources, colour),
+                source=excerpt(finding.place, sources, colour, width),
                 details=details,
                 colour=colour,
                 mark=fix_mark(finding, colour),
+                width=width,
             )
         )
     return "\n\n".join([*paragraphs, summary(findings, colour)]) + "\n"

@@ -11,6 +11,7 @@ from ampwise.finding import Finding, Place, Severity
 from ampwise.finding.terminal import printable
 from ampwise.report.printers.fingerprint import cell_position, project_path
 from ampwise.report.printers.summary import in_file_order
+from ampwise.report.printers.unread import NAME, Unread, message_of
 
 COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
 
@@ -19,7 +20,13 @@ DATA_ESCAPES = {"%": "%25", "\r": "%0D", "\n": "%0A"}
 PROPERTY_ESCAPES = {**DATA_ESCAPES, ":": "%3A", ",": "%2C"}
 
 
-def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None) -> str:
+def render(
+    findings: Sequence[Finding],
+    *,
+    colour: bool = False,
+    texts: Mapping[str, str] | None = None,
+    unread: Sequence[Unread] = (),
+) -> str:
     lines = []
     for finding in in_file_order(findings):
         place = finding.place
@@ -36,12 +43,18 @@ def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[
             known |= {"line": place.line, "endLine": place.end_line}
             if place.end_line in (None, place.line):  # GitHub accepts columns only for a span within one line
                 known |= {"col": place.column, "endColumn": place.end_column}
-        properties = ",".join(
-            f"{key}={_escaped(str(value), PROPERTY_ESCAPES)}" for key, value in known.items() if value is not None
-        )
-        message = _escaped(f"{where}{finding.message}\nhelp: {finding.fix}", DATA_ESCAPES)
-        lines.append(f"::{COMMANDS[finding.severity]} {properties}::{message}\n")
+        lines.append(_command(COMMANDS[finding.severity], known, f"{where}{finding.message}\nhelp: {finding.fix}"))
+    for each in unread:
+        at: dict[str, object] = {"title": NAME, "file": project_path(each.path), "line": each.line}
+        lines.append(_command("error", at, message_of(each)))
     return "".join(lines)
+
+
+def _command(name: str, known: Mapping[str, object], message: str) -> str:
+    properties = ",".join(
+        f"{key}={_escaped(str(value), PROPERTY_ESCAPES)}" for key, value in known.items() if value is not None
+    )
+    return f"::{name} {properties}::{_escaped(message, DATA_ESCAPES)}\n"
 
 
 def _escaped(text: str, escapes: dict[str, str]) -> str:

@@ -11,12 +11,19 @@ from collections.abc import Mapping, Sequence
 
 from ampwise.finding import Finding, Severity
 from ampwise.finding.strict_json import dumps
-from ampwise.report.printers.fingerprint import cell_position, fingerprints, project_path
+from ampwise.report.printers.fingerprint import cell_position, fingerprints, project_path, unread_fingerprint
+from ampwise.report.printers.unread import NAME, Unread, message_of
 
 SEVERITIES = {Severity.ERROR: "critical", Severity.WARNING: "major", Severity.INFO: "info"}
 
 
-def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None) -> str:
+def render(
+    findings: Sequence[Finding],
+    *,
+    colour: bool = False,
+    texts: Mapping[str, str] | None = None,
+    unread: Sequence[Unread] = (),
+) -> str:
     issues = []
     for finding, fingerprint in zip(findings, fingerprints(findings), strict=True):
         place = finding.place
@@ -31,4 +38,14 @@ def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[
             "location": {"path": project_path(place.file) if place.file else str(place), "lines": lines},
         }
         issues.append(issue)
+    issues += [
+        {
+            "description": message_of(each),
+            "check_name": NAME,
+            "fingerprint": unread_fingerprint(each.path),
+            "severity": SEVERITIES[Severity.ERROR],
+            "location": {"path": project_path(each.path), "lines": {"begin": each.line or 1, "end": each.line or 1}},
+        }
+        for each in unread
+    ]
     return dumps(issues)

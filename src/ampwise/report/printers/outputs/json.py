@@ -5,8 +5,9 @@ strings (see ``strict_json``). ``fix`` is always present, for its message; its `
 or "display", ruff's word for a fix that is shown and never applied, and so has no edits. In a notebook ``cell`` counts
 all cells from 1, and rows count within the cell, also those of edits.
 
-Notes on what was not checked, for example because of a limit, come last: one object each, whose ``code`` is null, as
-in ruff for messages without a rule, whose ``severity`` is "note", and whose ``message`` says where and why.
+What was not checked comes last: objects whose ``code`` is null, as in ruff for messages without a rule, and whose
+``message`` says why. Their ``severity`` is "error" for a file that was not checked at all, such as one with a syntax
+error, and "note" for code within a file, for example because of a limit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 from ampwise.finding import Finding
 from ampwise.finding.strict_json import dumps
+from ampwise.report.printers.rule_page import rule_page
+from ampwise.report.printers.unread import Unread, message_of, place_of
 
 NOTE: dict[str, Any] = {
     "code": None,
@@ -40,6 +43,7 @@ def render(
     colour: bool = False,
     texts: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
+    unread: Sequence[Unread] = (),
 ) -> str:
     objects: list[dict[str, Any]] = []
     for finding in findings:
@@ -62,11 +66,14 @@ def render(
                 "end_location": _location(place.end_line, place.end_column),
                 "noqa_row": place.line,
                 "fix": {"applicability": applicability, "message": finding.fix, "edits": edits},
-                "url": finding.rule.url,
+                "url": rule_page(finding.rule),
                 "evidence": finding.evidence,
                 "place": place.as_dict(),
             }
         )
+    for each in unread:
+        where = {"location": _location(each.line, None), "place": place_of(each).as_dict()}
+        objects.append({**NOTE, "severity": "error", "message": message_of(each), "filename": each.path, **where})
     objects += [{**NOTE, "message": note, "filename": note.partition(":")[0] or None} for note in notes]
     return dumps(objects)
 

@@ -12,33 +12,48 @@ from typing import Any
 from ampwise.finding import Finding, Place, Severity
 from ampwise.finding.strict_json import dumps
 from ampwise.finding.version import NAME, installed_version
-from ampwise.report.printers.fingerprint import fingerprints, project_path
+from ampwise.report.printers.fingerprint import fingerprints, project_path, unread_fingerprint
+from ampwise.report.printers.rule_page import rule_page
+from ampwise.report.printers.unread import NAME as NOT_CHECKED
+from ampwise.report.printers.unread import Unread, message_of, place_of
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 
 
-def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None) -> str:
+def render(
+    findings: Sequence[Finding],
+    *,
+    colour: bool = False,
+    texts: Mapping[str, str] | None = None,
+    unread: Sequence[Unread] = (),
+) -> str:
     rules = sorted({finding.rule.code: finding.rule for finding in findings}.values(), key=lambda rule: rule.code)
     index = {rule.code: number for number, rule in enumerate(rules)}
     marked = zip(findings, fingerprints(findings), strict=True)
-    described = [
+    described: list[dict[str, Any]] = [
         {
             "id": rule.code,
             "name": rule.name,
             "shortDescription": {"text": rule.summary},
             "fullDescription": {"text": rule.why},
             "help": {"text": rule.fix},
-            "helpUri": rule.url,
+            "helpUri": rule_page(rule),
             "defaultConfiguration": {"level": LEVELS[rule.severity], "enabled": rule.on_by_default},
         }
         for rule in rules
     ]
+    if unread:
+        text = "A file could not be checked"
+        described.append({"id": NOT_CHECKED, "name": NOT_CHECKED, "shortDescription": {"text": text}})
     driver = {"name": NAME, "version": installed_version(), "rules": [_known(rule) for rule in described]}
     run = {
         "tool": {"driver": _known(driver)},
         "columnKind": "unicodeCodePoints",
-        "results": [_result(finding, index[finding.rule.code], mark) for finding, mark in marked],
+        "results": [
+            *[_result(finding, index[finding.rule.code], mark) for finding, mark in marked],
+            *[_unread_result(each, len(rules)) for each in unread],
+        ],
     }
     return dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]})
 
@@ -72,11 +87,33 @@ def _result(finding: Finding, rule_index: int, fingerprint: str) -> dict[str, An
             "level": LEVELS[finding.severity],
             "message": {"text": finding.message or finding.rule.summary},
             "locations": [location] if location else [],
+            "relatedLocations": _related(finding) or None,
             "partialFingerprints": {"ampwise/v1": fingerprint},
             "fixes": fixes,
             "properties": properties,
         }
     )
+
+
+def _related(finding: Finding) -> list[dict[str, Any]]:
+    """Return the other places that the evidence names, such as the loop that calls a helper."""
+    found = []
+    for name, value in finding.evidence.items():
+        file, line = (value.get("file"), value.get("line")) if isinstance(value, dict) else (None, None)
+        if isinstance(file, str) and isinstance(line, int) and line > 0:
+            found.append({**_location(Place(file=file, line=line)), "message": {"text": name}})
+    return found
+
+
+def _unread_result(unread: Unread, rule_index: int) -> dict[str, Any]:
+    return {
+        "ruleId": NOT_CHECKED,
+        "ruleIndex": rule_index,
+        "level": "error",
+        "message": {"text": message_of(unread)},
+        "locations": [_location(place_of(unread))],
+        "partialFingerprints": {"ampwise/v1": unread_fingerprint(unread.path)},
+    }
 
 
 def _location(place: Place) -> dict[str, Any]:
