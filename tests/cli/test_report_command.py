@@ -216,9 +216,10 @@ def test_a_folder_of_runs_is_listed_newest_first(three_runs, capsys):
     assert main(["report", "ampwise-runs"]) == 0
     heading, *lines, hint = capsys.readouterr().out.splitlines()
     assert heading.split()[:2] == ["run", "started"]
-    assert [line.split()[0] for line in lines] == [f"ampwise-runs/{name}" for name in ("new", "middle", "old")]
-    assert lines[0].split()[1:] == ["2026-01-03", "00:00", "train.py", "10", "finished", "AMP101", "clip-scaled-grads"]
-    assert lines[1].split()[3:] == [r"evil\x1b[2J.py", "0", "failed", "none"]
+    assert [line.split()[0] for line in lines] == ["new", "middle", "old"]
+    assert lines[0].split()[1:] == ["01-03", "00:00", "10", "finished", "AMP101", "clip-scaled-grads"]
+    assert lines[1].split()[3:] == ["0", "failed", "none"]
+    assert "\x1b" not in "".join(lines)
     assert hint == "`ampwise report ampwise-runs/new` shows one."
     assert main(["report", "ampwise-runs", "--json"]) == 0
     newest, _, oldest = json.loads(capsys.readouterr().out)["runs"]
@@ -226,6 +227,23 @@ def test_a_folder_of_runs_is_listed_newest_first(three_runs, capsys):
     assert oldest["created"] == "2026-01-01T00:00:00+00:00"
     assert main(["report", "ampwise-runs", "-o", "page.html"]) == 2
     assert "it has 3 runs. Name one for a page, such as ampwise-runs/new." in capsys.readouterr().err
+
+
+def test_a_list_fits_into_80_columns(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    for name in ("vae-20261119-145103", "vae-20261119-145203"):
+        begin_record(tmp_path / "ampwise-runs" / name).close("finished", 0)
+    assert main(["report", "ampwise-runs"]) == 0
+    _, *lines, _ = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["vae-20261119-145203", "vae-20261119-145103"]
+    assert all("AMP101 clip-scaled-grads" in line for line in lines)
+
+
+def test_text_is_not_written_as_a_page(record, tmp_path, capsys):
+    assert main(["report", str(record), "-o", str(tmp_path / "page.txt")]) == 2
+    assert "-o writes an HTML page" in capsys.readouterr().err
+    assert not (tmp_path / "page.txt").exists()
 
 
 def test_a_record_of_a_later_version_is_refused_and_cannot_harm_the_terminal(record, capsys):

@@ -76,6 +76,18 @@ def test_the_right_order_is_silent():
     assert names(run) == []
 
 
+def test_a_scaler_made_before_the_block_may_have_been_used_there():
+    trainer = Trainer().fit(2)
+    for made, expected in ((False, []), (True, ["scaler-unused"])):
+        with ampwise.watch(quiet=True) as run:
+            unused = torch.amp.GradScaler("cpu") if made else trainer.scaler
+            trainer.model(torch.randn(16, 4)).square().mean().backward()
+            trainer.optimizers[0].step()
+            trainer.optimizers[0].zero_grad()
+        assert names(run) == expected
+        assert unused.is_enabled()
+
+
 def test_weights_are_the_same_bit_for_bit_and_torch_is_as_before():
     plain = Trainer().fit(5).weights()
     watched = Trainer()
@@ -95,9 +107,9 @@ def test_what_is_made_inside_is_found_and_a_block_can_be_entered_again():
         assert names(run) == (["clip-scaled-grads"] if clip_first else [])
 
 
-def test_a_nan_has_its_line_and_an_error_reaches_the_caller():
+def test_a_nan_has_its_line_and_an_error_reaches_the_caller(capfd):
     trainer = Trainer()
-    watch = ampwise.watch(quiet=True)
+    watch = ampwise.watch()
 
     def fails():
         with watch:
@@ -107,6 +119,7 @@ def test_a_nan_has_its_line_and_an_error_reaches_the_caller():
     with pytest.raises(ZeroDivisionError):
         fails()
     assert watch.run.status == "failed"
+    assert "The watched block failed with ZeroDivisionError." in capfd.readouterr().err
     places = {finding.place.line for finding in watch.findings if finding.severity == "error"}
     lines = Path(__file__).read_text().splitlines()
     guilty = next(number for number, line in enumerate(lines, 1) if "torch.log(values * 0)" in line)
@@ -117,6 +130,7 @@ def test_a_summary_says_how_to_keep_the_record(capfd):
     with ampwise.watch():
         Trainer(clip_first=True).fit(2)
     error = capfd.readouterr().err
+    assert "1 error in 2 steps of the watched block of " in error
     assert "error[AMP101] clip-scaled-grads" in error
     assert "`ampwise.watch(output='RUN')` keeps the record, for `ampwise report RUN`." in error
 

@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ampwise.finding import Place
+from ampwise.finding.registry import find_rule
 from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.census.underflow import underflow
 from ampwise.report.formatting import format_percent
 from ampwise.report.layers import describe_layers, layers_headings, layers_of, layers_title
 from ampwise.runs.reader import Run
-from ampwise.runs.rows import LayerSample, StepBucket, StepRow
+from ampwise.runs.rows import CountedFinding, LayerSample, StepBucket, StepRow
 
 
 def at_scale(scale):
@@ -42,6 +44,14 @@ def test_the_present_scale_is_the_last(make_run):
     assert {layer.scale for layer in layers_of(make_run(steps=rows))} == {2.0}
     # Without steps, that of the last sample.
     assert {layer.scale for layer in layers_of(make_run(steps=[]))} == {65536.0}
+
+
+def test_a_layer_whose_weights_do_not_move_is_not_fine(make_run):
+    moved = {"optimizer": 0, "moved": {"head.weight": 0.01}}
+    lost = find_rule("AMP611").at(Place(), "the weights hardly move", evidence={"lost_updates": moved})
+    found = layers_of(make_run(findings=[CountedFinding(finding=lost)]))
+    assert named(found)["head.weight"].notes == ["updates change 1.0% of it"]
+    assert not named(found)["blocks.0.weight"].notes
 
 
 def test_a_scale_between_powers_hides_no_loss(make_run):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
+import ampwise
 from ampwise.watch.watch import Watch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's
@@ -262,6 +263,34 @@ class Augmented(Samples):
         return row / scale
 
 
+class Cropped(Dataset):
+    """Random crops, of which few are silent."""
+
+    def __init__(self, made_by):
+        self.made_by = made_by
+        self.wave = torch.linspace(0.1, 1.0, 300)
+        self.wave[120:140] = 0.0
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        start = int(self.made_by(300 - WIDTH))
+        crop = self.wave[start : start + WIDTH]
+        return crop / crop.max()  # the crop's peak
+
+
+OWN = numpy.random.default_rng(3)
+GENERATOR = torch.Generator().manual_seed(1)
+CROPPED_BY = {
+    "its own generator": OWN.integers,
+    "torch": lambda most: torch.randint(most, ()),
+    "a generator of torch": lambda most: torch.randint(most, (), generator=GENERATOR),
+    "Python": random.randrange,
+    "numpy": numpy.random.randint,
+}
+
+
 class Draining(TorchScore):
     def __init__(self):
         super().__init__()
@@ -301,6 +330,73 @@ def test_nothing_is_drawn_that_the_script_would_notice(kind):
     else:
         assert dataset.array.tolist() == [1] * COUNT
         dataset.array[0] = 5  # it can be written to again
+
+
+@pytest.mark.parametrize("by", CROPPED_BY)
+def test_a_random_crop_is_drawn_with_its_own_random_numbers(by):
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    dataset = Cropped(CROPPED_BY[by])
+    with Watch(timing=False) as watch:
+        for _ in range(40):
+            batches = list(DataLoader(dataset, batch_size=8))
+            if any(not batch.isfinite().all() for batch in batches):
+                break
+        train(batches)
+    (seen,) = [each for each in watch.seen() if each.finding.rule.names_the_cause]
+    assert seen.finding.place.line == line_of("the crop's peak")
+    assert "drawn" not in seen.finding.message
+    assert not watch.failures
+
+
+@pytest.mark.parametrize("by", CROPPED_BY)
+def test_trace_and_engine_draw_from_the_loader_that_is_being_read(by):
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 1)
+    iterator = iter(DataLoader(Cropped(CROPPED_BY[by]), batch_size=8))
+    bad = next(iterator).clone()
+    bad[3] = math.nan
+    before = torch.get_rng_state(), random.getstate(), OWN.bit_generator.state, GENERATOR.get_state().tolist()
+    (found,) = ampwise.trace(lambda x: model(x).mean(), bad)
+    after = torch.get_rng_state(), random.getstate(), OWN.bit_generator.state, GENERATOR.get_state().tolist()
+    assert (found.rule.name, found.place.line) == ("bad-batch", line_of("the crop's peak"))
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    engine = ampwise.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
+    engine.step(lambda x: model(x).mean(), bad)
+    assert [each.place.line for each in engine.findings] == [line_of("the crop's peak")]
+    assert next(iterator).isfinite().any()
+
+
+class Counted(TensorDataset):
+    """Counts its samples in a tensor of its own; the last one is bad."""
+
+    def __init__(self):
+        super().__init__(torch.rand(COUNT, WIDTH))
+        self.uses = torch.zeros(COUNT)
+
+    def __getitem__(self, index):
+        self.uses[index] += 1
+        (row,) = super().__getitem__(index)
+        return row.log() * (0 if index < COUNT - 1 else math.nan)
+
+
+def test_trace_undoes_what_a_dataset_writes():
+    dataset, model = Counted(), nn.Linear(WIDTH, 1)
+    iterator = iter(DataLoader(dataset, batch_size=COUNT))
+    bad = next(iterator)
+    (found,) = ampwise.trace(lambda x: model(x).mean(), bad.clone())
+    assert found.evidence["index"] == repr(COUNT - 1)
+    assert dataset.uses.tolist() == [1.0] * COUNT
+
+
+def test_trace_does_not_blame_a_dataset_whose_samples_are_finite():
+    model = nn.Linear(WIDTH, 1)
+    iterator = iter(DataLoader(TensorDataset(torch.rand(COUNT, WIDTH)), batch_size=8))
+    (bad,) = next(iterator)
+    (found,) = ampwise.trace(lambda x: model(x).mean(), bad.masked_fill(bad > 0.9, math.nan))
+    assert "index" not in found.evidence
 
 
 def test_random_augmentation_that_does_not_repeat():

@@ -71,6 +71,34 @@ CASES = {
         scaler.step(optimizer)
         scaler.update()
     """,
+    "an overflow that leaves out the update": """
+        for number in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss_of()).backward()
+            if number == 0:
+                model[0].weight.grad[0, 0] = float("inf")
+            try:
+                scaler.unscale_(optimizer)  # expect: AMP115
+            except RuntimeError:
+                break
+            if not all(each.grad.isfinite().all() for each in model.parameters()):
+                continue
+            scaler.step(optimizer)
+            scaler.update()
+    """,
+    "an overflow with the update": """
+        for number in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss_of()).backward()
+            if number == 0:
+                model[0].weight.grad[0, 0] = float("inf")
+            scaler.unscale_(optimizer)
+            if not all(each.grad.isfinite().all() for each in model.parameters()):
+                scaler.update()
+                continue
+            scaler.step(optimizer)
+            scaler.update()
+    """,
     "unscaled with every micro-batch": """
         for _ in range(2):
             optimizer.zero_grad()

@@ -111,6 +111,76 @@ def test_gradients_that_the_script_drops_are_explained(error):
     assert places(watch) == [("infinite-derivative", line_of("infinite derivative"), 3)]
 
 
+def cleaned_in_place(model):
+    for each in model.parameters():
+        if not torch.isfinite(each.grad).all():
+            each.grad[~torch.isfinite(each.grad)] = 0.0
+
+
+def cleaned_by_name(model):
+    for each in model.parameters():
+        torch.nan_to_num_(each.grad, nan=0.0)
+
+
+def cleaned_copies(model):
+    for each in model.parameters():
+        each.grad = each.grad.nan_to_num(0.0)
+
+
+@pytest.mark.parametrize("clean", [cleaned_in_place, cleaned_by_name, cleaned_copies])
+def test_gradients_that_the_script_replaces_by_numbers_are_explained(clean):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(timing=False) as watch:
+        for step in range(4):
+            output = model(torch.randn(3, 4))
+            loss = distance(output) if step == 2 else output.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            clean(model)
+            optimizer.step()
+    assert places(watch) == [("infinite-derivative", line_of("infinite derivative"), 3)]
+
+
+def test_a_distribution_that_refuses_its_parameters_is_explained():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = Watch(timing=False)
+
+    def script():
+        for step in range(4):
+            x = torch.rand(3, 4) * (step != 2)
+            x = x / x.amax(-1, keepdim=True)  # a row of zeros
+            made = torch.distributions.Normal(model(x), 1.0, validate_args=True)  # compiling switches the default off
+            loss = -made.log_prob(x).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    with watch, pytest.raises(ValueError, match="invalid values"):
+        script()
+    assert places(watch) == [("division-by-zero", line_of("a row of zeros"), 3)]
+
+
+def test_rows_of_a_loss_that_the_script_replaces_by_numbers_are_explained():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Watch(timing=False) as watch:
+        for step in range(4):
+            rows = model(torch.randn(3, 4)).square().mean(-1)
+            if step == 2:
+                rows = rows * torch.tensor([0.0, 1.0, 1.0]).log().exp().sub(1).sqrt()  # the root of a negative row
+            loss = torch.nan_to_num(rows, nan=0.0).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    assert places(watch)[:1] == [("outside-domain", line_of("the root of a negative row"), 3)]
+
+
 def test_gradients_that_fail_in_a_skipped_step_are_explained(monkeypatch):
     """Most steps of tiny models are only counted."""
     monkeypatch.setattr(overhead, "IN_FULL", 2)

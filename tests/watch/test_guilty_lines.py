@@ -23,6 +23,155 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """
 
 PROGRAMS = {
+    "data standardised once, before the loop": f"""{LOOP}
+def standardised(table):
+    return (table - table.mean(0)) / table.std(0)  # guilty
+
+data = torch.randn(32, 4)
+data[:, 1] = 2.0
+data = standardised(data)
+for epoch in range(2):
+    for x in data.split(8):
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+""",
+    "an attribute of an object, changed in place": f"""{LOOP}
+class Queue:
+    def __init__(self):
+        self.keys = torch.zeros(8, 2)
+        self.keys[:6] = torch.randn(6, 2)
+        self.keys /= self.keys.norm(dim=1, keepdim=True)  # guilty
+
+queue = Queue()
+for step in range(3):
+    loss = (model(torch.randn(6, 4)) @ queue.keys.t()).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "advantages of a collected batch": f"""{LOOP}
+from dataclasses import dataclass
+
+@dataclass
+class Batch:
+    seen: torch.Tensor
+    gain: torch.Tensor
+
+def collect(steps):
+    return Batch(torch.randn(steps, 4), torch.ones(steps))
+
+def process(batch):
+    batch.gain = (batch.gain - batch.gain.mean()) / batch.gain.std()  # guilty
+    return batch
+
+def update(batch):
+    loss = (model(batch.seen).sum(-1) * batch.gain).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    optimizer.step()
+
+for step in range(2):
+    batch = process(collect(6))
+    try:
+        update(batch)
+    except RuntimeError:
+        break
+""",
+    "targets from random numbers that have gone": f"""{LOOP}
+def act(x):
+    action = torch.tanh(model(x) + 4 * torch.randn(len(x), 2)) * 1.5
+    return action, torch.log(1 - action.square() + 1e-6).sum(-1)  # guilty
+
+class Agent:
+    def learn(self, x):
+        with torch.no_grad():
+            target = 0.1 * act(x)[1] + 1
+        loss = F.mse_loss(model(x).sum(-1), target)
+        if torch.isfinite(loss):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+agent = Agent()
+for step in range(6):
+    x = torch.randn(6, 4)
+    torch.rand(5)
+    agent.learn(x)
+""",
+    "a Dataset that divides, and a spectrum of its samples": f"""{LOOP}
+class Clips(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        clip = torch.ones(4) * (index != 5)
+        return clip * torch.sqrt(4 / clip.square().sum())  # guilty
+
+def train():
+    for clip in DataLoader(Clips(), batch_size=3):
+        spectrum = torch.fft.fft(clip).abs()
+        loss = model(spectrum).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+train()
+""",
+    "a Dataset that is bad from the start": f"""{LOOP}
+class Images(Dataset):
+    def __init__(self):
+        self.images = torch.rand(12, 4)
+        self.images[7] = 0.5
+        self._standardise()
+
+    def _standardise(self):
+        spread = self.images.std(1, keepdim=True)
+        self.images = (self.images - self.images.mean(1, keepdim=True)) / spread  # guilty
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.images[index]
+
+for x in DataLoader(Images(), batch_size=3):
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "returns of one step, with a graph of earlier calls": f"""{LOOP}
+from torch.distributions import Categorical
+
+class Agent:
+    def __init__(self):
+        self.logs, self.rewards = [], []
+
+    def act(self, x):
+        policy = Categorical(logits=model(x))
+        action = policy.sample()
+        self.logs.append(policy.log_prob(action))
+        self.rewards.append(float(action))
+
+    def update(self):
+        returns = torch.tensor(self.rewards)
+        returns = (returns - returns.mean()) / returns.std()  # guilty
+        loss = -(torch.stack(self.logs) * returns).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        self.logs, self.rewards = [], []
+
+agent = Agent()
+for episode in range(3):
+    for step in range(4 if episode < 2 else 1):
+        agent.act(torch.randn(4))
+    agent.update()
+    if episode < 2:
+        optimizer.step()
+""",
     "preprocessing in the loop": f"""{LOOP}
 def batches():
     for step in range(4):
@@ -382,6 +531,129 @@ for step in range(20):
         for each in model.parameters():
             each -= rate * each.grad  # guilty
 """,
+    "parts of a model that an object holds, with bad gradients only": """
+class Learner:
+    def __init__(self):
+        self.model = nn.ModuleDict({"body": nn.Linear(4, 8), "head": nn.Linear(8, 1)})
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+
+    def loss(self, x):
+        value = self.model["head"](self.model["body"](x).tanh())
+        return (value - value.detach()).square().mean().sqrt()  # guilty
+
+    def step(self, x):
+        loss = self.loss(x)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+Learner().step(torch.randn(6, 4))
+""",
+    "a table that an object has computed": f"""{LOOP}
+class Schedule:
+    def __init__(self):
+        self.rates = torch.linspace(0, 1, 5)
+        self.logs = torch.log(self.rates)  # guilty
+
+    def weight(self, t):
+        return self.logs[t]
+
+def loss_of(x, schedule):
+    return (model(x).mean(1) * schedule.weight(torch.arange(5))).mean()
+
+schedule = Schedule()
+for step in range(3):
+    loss = loss_of(torch.randn(5, 4), schedule)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "a weight that is infinite from the start": """
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+        self.scale = nn.Parameter(1 / torch.arange(2.0))  # guilty
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+model = Scaled()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loss = model(torch.randn(6, 4)).square().mean()
+loss.backward()
+optimizer.step()
+""",
+    "a CTC loss whose targets are too long": f"""{LOOP}
+criterion = nn.CTCLoss()  # guilty
+for step in range(3):
+    logp = model(torch.randn(6, 2, 4)).log_softmax(-1)
+    lengths = torch.tensor([2, 2 + 3 * (step == 1)])
+    loss = criterion(logp, torch.ones(2, 5, dtype=torch.long), torch.full((2,), 6), lengths)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "a weight of a part that is infinite from the start": """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"inner": nn.Linear(4, 2)})
+        self.head = nn.Linear(2, 2)
+        self.head.weight = nn.Parameter(torch.eye(2) / torch.arange(2.0))  # guilty
+
+    def forward(self, x):
+        return self.head(self.parts["inner"](x))
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model(torch.randn(6, 4)).square().mean().backward()
+optimizer.step()
+""",
+    "a rate of 1e20, in front of a normalisation": """
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e20)  # guilty
+for step in range(4):
+    loss = model(torch.randn(6, 4)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+""",
+    "exponentials that overflow in a sum, which leaves zeros": f"""{LOOP}
+for step in range(3):
+    scores = model(torch.randn(6, 4))
+    with torch.no_grad():
+        share = torch.exp((scores * 0 + 10.5 * (step == 2)).half())  # guilty
+        share = share / share.sum()
+        share = share / share.sum(1, keepdim=True)
+    loss = (share.float() * scores).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "a schedule that raises the learning rate": """
+model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 10.0**step)  # guilty
+for step in range(30):
+    loss = (model(torch.randn(32, 4)) - 5).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+""",
+    "a learning rate that is too high, and a warm-up to it": """
+model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=50.0)  # guilty
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+for step in range(30):
+    loss = (model(torch.randn(32, 4)) - 5).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+""",
 }
 # NumPy prepares the data before the first step; it only warns.
 PREPARED = f"""{LOOP}
@@ -457,6 +729,28 @@ def test_numpy_s_warning_is_followed_to_the_loss(tmp_path, monkeypatch, batches)
     assert [each.place.line for each in found] == guilty
 
 
+BIAS = f"""{LOOP}
+import numpy as np
+
+def frequencies(counts):
+    share = counts / counts.sum()
+    return torch.from_numpy(np.log(share).astype("float32"))  # guilty
+
+with torch.no_grad():
+    model[2].bias.copy_(frequencies(np.array([3.0, 0.0])))
+loss = F.cross_entropy(model(torch.randn(6, 4)), torch.ones(6, dtype=torch.long))
+loss.backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.filterwarnings("always")
+def test_numpy_s_warning_is_followed_to_a_weight(tmp_path, monkeypatch):
+    with pytest.warns(RuntimeWarning, match="divide by zero encountered in log"):
+        found, guilty = findings_of(tmp_path, monkeypatch, BIAS)
+    assert [each.place.line for each in found] == guilty
+
+
 STANDARDISED = f"""{LOOP}
 from torch.utils.data import TensorDataset
 
@@ -508,6 +802,64 @@ def test_other_bad_data_are_not_blamed_on_the_spread(tmp_path, monkeypatch, colu
 def test_a_guard_is_noticed(tmp_path, monkeypatch, guard):
     found, guilty = findings_of(tmp_path, monkeypatch, GUARDED.replace("GUARD", GUARDS[guard]))
     assert [each.place.line for each in found] == guilty
+
+
+AGAIN = f"""{LOOP}
+import io, os, subprocess
+calls, lines = [], io.StringIO()
+
+def prepared(table):
+    EFFECT
+    table = table + torch.rand(32, 4)
+    table[3] = 1.0
+    return (table - table.mean(1, keepdim=True)) / table.std(1, keepdim=True)  # guilty
+
+torch.manual_seed(1)
+data = prepared(torch.zeros(32, 4))
+before = torch.default_generator.get_state()
+for x in data.split(8):
+    loss = model(x).square().mean()
+    assert torch.equal(torch.default_generator.get_state(), before)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+assert len(calls) <= 1
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("effect", "named"),
+    [
+        ("calls.append(1)", True),
+        ("with open('lines.txt', 'a') as file: file.write('again')", False),
+        ("lines.write('again')", False),
+        ("subprocess.run(['true'])", False),
+        ("os.putenv('AMPWISE_TEST', '1')", False),
+        ("while calls: len(calls)\n    calls.append(1)", False),  # without end
+    ],
+)
+def test_what_is_computed_again_leaves_no_trace(tmp_path, monkeypatch, effect, named):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["ampwise.watch.outside_values"], "MOST_SECONDS", 2.0)
+    (found,), guilty = findings_of(tmp_path, monkeypatch, AGAIN.replace("EFFECT", effect))
+    assert ([found.place.line] == guilty) == named
+    assert all(each.read_text() == "again" for each in tmp_path.glob("*.txt"))
+
+
+def test_a_value_that_was_read_is_not_blamed_on_a_statement(tmp_path, monkeypatch):
+    program = f"""{LOOP}
+table = torch.tensor([[1.0, 2.0, 3.0, float("nan")]]).repeat(8, 1)
+scaled = table / (1 + table.abs())
+for step in range(3):
+    loss = model(scaled).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    (found,), _ = findings_of(tmp_path, monkeypatch, program)
+    assert "first read by" in found.message
+    assert " at " not in found.message.partition(", and was")[0]
 
 
 HEALTHY = {

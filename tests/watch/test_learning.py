@@ -107,6 +107,194 @@ FAULTS = {
             loss.backward()
             optimizer.step()
     """,
+    "a softmax over the samples": """
+        class Normalised(Net):
+            def forward(self, x):
+                return super().forward(x).log_softmax(0)  # expect: AMP643
+
+        model = Normalised()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            F.nll_loss(model(x), y).backward()
+            optimizer.step()
+    """,
+    "attention weights over the samples": """
+        class Pooled(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.score, self.head = nn.Linear(4, 1), nn.Linear(4, 4)
+            def forward(self, steps):
+                weights = torch.softmax(self.score(steps), dim=0)  # expect: AMP643
+                return self.head((weights * steps).sum(1))
+
+        model = Pooled()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            for inputs, labels in DataLoader(TensorDataset(torch.randn(64, 6, 4), torch.arange(64) % 4), 16):
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+    """,
+    "a recurrence over the samples of a loader": """
+        class Reader(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.rnn = nn.GRU(4, 8)  # expect: AMP643
+                self.head = nn.Linear(8, 4)
+            def forward(self, steps):
+                return self.head(self.rnn(steps)[0].mean(1))
+
+        model = Reader()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            for inputs, labels in DataLoader(TensorDataset(torch.randn(64, 6, 4), torch.arange(64) % 4), 16):
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+    """,
+    "a recurrence over the samples of a convolution": """
+        class Reader(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv, self.head = nn.Conv1d(4, 8, 3), nn.Linear(8, 4)
+                self.rnn = nn.LSTM(8, 8, batch_first=True)  # expect: AMP643
+            def forward(self, steps):
+                return self.head(self.rnn(self.conv(steps).relu().permute(2, 0, 1))[0])
+
+        model = Reader()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(32, 4, 8)).flatten(0, 1), torch.randint(0, 4, (6 * 32,))).backward()
+            optimizer.step()
+    """,
+    "attention over the samples of a loader": """
+        class Reader(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.TransformerEncoderLayer(4, 2, 8)  # expect: AMP643
+                self.head = nn.Linear(4, 4)
+            def forward(self, steps):
+                return self.head(self.layer(steps)[:, 0])
+
+        model = Reader()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            for inputs, labels in DataLoader(TensorDataset(torch.randn(64, 6, 4), torch.arange(64) % 4), 16):
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+    """,
+    "images between -1 and 1 for a sigmoid": """
+        model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), x.tanh())  # expect: AMP644
+            loss.backward()
+            optimizer.step()
+    """,
+    "labels of -1 and 1 for a binary cross entropy": """
+        model = nn.Linear(8, 1)
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = F.binary_cross_entropy_with_logits(model(x).squeeze(1), x[:, 0].sign())  # expect: AMP644
+            loss.backward()
+            optimizer.step()
+    """,
+    "a tensor that is no parameter": """
+        class Scaled(Net):
+            def __init__(self):
+                super().__init__()
+                self.scale = torch.ones(4, requires_grad=True)  # expect: AMP620
+            def forward(self, x):
+                return super().forward(x) * self.scale
+
+        model = Scaled()
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
+    "a dropout that is made in each pass": """
+        class Dropping(Net):
+            def forward(self, x):
+                return super().forward(nn.Dropout(0.5)(x))  # expect: AMP632
+
+        model = Dropping()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            train(model.train(), optimizer, steps=10)
+            model.eval()
+            with torch.no_grad():
+                model(x)
+    """,
+    "gradients that are cleared once an epoch": """
+        model = mlp()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(12):
+                F.cross_entropy(model(x), y).backward()  # expect: AMP208
+                optimizer.step()
+    """,
+    "a penalty on gradients without a graph": """
+        def gradient_penalty(judge, inputs):
+            inputs = inputs.clone().requires_grad_()
+            slope = torch.autograd.grad(judge(inputs).sum(), inputs)[0]  # expect: AMP655
+            return (slope.norm(dim=1) - 1).square().mean()
+
+        judge = mlp()
+        optimizer = SGD(judge.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            (F.cross_entropy(judge(x), y) + gradient_penalty(judge, x)).backward()
+            optimizer.step()
+    """,
+    "a state of which nothing is loaded": """
+        model = mlp()
+        state = {f"module.{name}": value for name, value in mlp().state_dict().items()}
+        model.load_state_dict(state, strict=False)  # expect: AMP659
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
+    "a view instead of a transposition": """
+        class Reader(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.lift, self.conv, self.head = nn.Linear(4, 6), nn.Conv1d(6, 8, 3), nn.Linear(8, 4)
+            def forward(self, steps):
+                hidden = self.lift(steps).relu()
+                return self.head(self.conv(hidden.reshape(-1, 6, 5)).mean(2))  # expect: AMP645
+
+        model = Reader()
+        train(model, SGD(model.parameters(), lr=0.1), draw=lambda: (torch.randn(32, 5, 4), y))
+    """,
+    "log-probabilities without a minus": """
+        model = mlp()
+        optimizer = SGD(model.parameters(), lr=0.001)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = model(x).log_softmax(1).gather(1, y[:, None]).mean()  # expect: AMP646
+            loss.backward()
+            optimizer.step()
+    """,
+    "a cross entropy with a minus": """
+        model = mlp()
+        optimizer = SGD(model.parameters(), lr=0.001)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = -F.cross_entropy(model(x), y)  # expect: AMP646
+            loss.backward()
+            optimizer.step()
+    """,
+    "probabilities for a divergence of logarithms": """
+        model, soft = mlp(), torch.randn(32, 4).softmax(1)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = F.kl_div(model(x).softmax(1), soft, reduction="batchmean")  # expect: AMP642
+            loss.backward()
+            optimizer.step()
+    """,
     "a softmax before the cross entropy": """
         class Normalised(Net):
             def __init__(self):
@@ -241,6 +429,43 @@ FAULTS = {
             F.cross_entropy(model(x.requires_grad_()), y).backward()
             optimizer.step()  # expect: AMP622
     """,
+    "the prediction detached instead of the target, beside another network": """
+        critic, target, actor = nn.Linear(8, 1), nn.Linear(8, 1), nn.Linear(8, 8)
+        critics, actors = SGD(critic.parameters(), lr=0.1), SGD(actor.parameters(), lr=0.1)
+        for _ in range(20):
+            critics.zero_grad()
+            value = critic(x)
+            bound = 1 + 0.9 * target(x)
+            loss = F.mse_loss(value.detach(), bound)  # expect: AMP622
+            loss.backward()
+            critics.step()
+            actors.zero_grad()
+            (-critic(actor(x)).mean()).backward()
+            actors.step()
+    """,
+    "a generator whose samples stay detached": """
+        generator, judge = nn.Linear(4, 8), nn.Linear(8, 1)
+        generators, judges = SGD(generator.parameters(), lr=0.1), SGD(judge.parameters(), lr=0.1)
+        for _ in range(20):
+            made = generator(torch.randn(32, 4))
+            judges.zero_grad()
+            F.softplus(judge(made.detach()) - judge(x)).mean().backward()
+            judges.step()
+            generators.zero_grad()
+            loss = F.softplus(-judge(made.detach())).mean()  # expect: AMP622
+            loss.backward()
+            generators.step()
+    """,
+    "the graph cut between two modules of a model": """
+        class Cut(Net):
+            def forward(self, x):
+                hidden = torch.relu(self.encoder(x))
+                self.kept = hidden.mean().item()
+                return self.head(hidden.data)  # expect: AMP627
+
+        model = Cut()
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
     "no backward pass": """
         model = mlp()
         optimizer = SGD(model.parameters(), lr=0.1)
@@ -302,14 +527,23 @@ FAULTS = {
             clip_grad_norm_(model.parameters(), 1e-8)  # expect: AMP625
             optimizer.step()
     """,
+    "a checkpoint whose input needs no gradient": """
+        from torch.utils.checkpoint import checkpoint
+
+        class Saving(Net):
+            def forward(self, x):
+                return self.head(torch.relu(checkpoint(self.encoder, x, use_reentrant=True)))  # expect: AMP627
+
+        model = Saving()
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
     "the graph cut within the model": """
         class Cut(Net):
             def forward(self, x):
-                return self.head(torch.relu(self.encoder(x)).detach())
+                return self.head(torch.relu(self.encoder(x)).detach())  # expect: AMP627
 
         model = Cut()
-        optimizer = SGD(model.parameters(), lr=0.1)  # expect: AMP627
-        train(model, optimizer)
+        train(model, SGD(model.parameters(), lr=0.1))
     """,
     "the graph cut by NumPy between two models": """
         encoder, head = mlp(), nn.Linear(4, 4)
@@ -438,6 +672,39 @@ FAULTS = {
         scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))  # expect: AMP625
         train(model, optimizer, steps=60)
     """,
+    "a schedule of steps, once an epoch": """
+        model = mlp()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, epochs=6, steps_per_epoch=20)
+        for _ in range(6):
+            train(model, optimizer, steps=20)
+            scheduler.step()  # expect: AMP633
+    """,
+    "a scheduler of an optimizer that was made anew": """
+        model = mlp()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)  # expect: AMP633
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(6):
+            train(model, optimizer, steps=10)
+            scheduler.step()
+    """,
+    "a learning rate for a factor": """
+        model, peak, total = mlp(), 3e-3, 100
+        optimizer = AdamW(model.parameters(), lr=peak)
+        schedule = lambda step: peak * min((step + 1) / 10, 1 - step / total)
+        scheduler = lr_scheduler.LambdaLR(optimizer, schedule)  # expect: AMP656
+        for _ in range(total):
+            train(model, optimizer, steps=1)
+            scheduler.step()
+    """,
+    "a learning rate as an attribute": """
+        model = mlp()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for epoch in range(4):
+            optimizer.lr = 0.1 * 0.5**epoch  # expect: AMP657
+            train(model, optimizer, steps=10)
+    """,
     "an epoch's schedule in each step": """
         model = mlp()
         optimizer = SGD(model.parameters(), lr=0.1)
@@ -506,6 +773,41 @@ FAULTS = {
                 scheduler.step()  # expect: AMP634
             optimizer.step()
     """,
+    "a clip of the script's own whose second loop gets nothing": """
+        def clip(parameters, limit):
+            norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+            for p in parameters:  # expect: AMP637
+                p.grad.mul_(limit / norm.clamp(min=limit))
+
+        model = mlp()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            clip(model.parameters(), 0.1)
+            optimizer.step()
+    """,
+    "the seed of an evaluation, which the training goes on with": """
+        def sample(model):
+            model.eval()
+            with torch.no_grad():
+                noise = torch.randn(8, 8, generator=torch.manual_seed(3))  # expect: AMP658
+                model(noise)
+            model.train()
+
+        model = mlp(nn.Dropout(0.1))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(6):
+            train(model, optimizer, steps=5)
+            sample(model)
+    """,
+    "a seed in each step": """
+        model = mlp(nn.Dropout(0.1))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            torch.manual_seed(1)  # expect: AMP658
+            train(model, optimizer, steps=1, draw=lambda: (x, y))
+    """,
     "NaN in gradients replaced by a hook": """
         def clean(gradient):
             return torch.where(torch.isfinite(gradient), gradient, 0.0)  # expect: AMP638
@@ -523,9 +825,9 @@ FAULTS = {
         optimizer = SGD([*model.parameters(), *distance.parameters()], lr=0.01)
         for step in range(20):
             optimizer.zero_grad()
-            (model(x).square() + distance(x * (step % 2)).abs().sqrt()).mean().backward()
+            (model(x).square() + distance(x * (step % 2)).abs().sqrt()).mean().backward()  # expect: AMP910
             bad = distance.weight.grad != distance.weight.grad
-            distance.weight.grad.masked_fill_(bad, 0.0)  # expect: AMP638
+            distance.weight.grad.masked_fill_(bad, 0.0)
             optimizer.step()
     """,
     "NaN in gradients overwritten in their data": """
@@ -533,8 +835,8 @@ FAULTS = {
         optimizer = SGD([*model.parameters(), *distance.parameters()], lr=0.01)
         for step in range(20):
             optimizer.zero_grad()
-            (model(x).square() + distance(x * (step % 2)).abs().sqrt()).mean().backward()
-            distance.weight.grad.data.nan_to_num_()  # expect: AMP638
+            (model(x).square() + distance(x * (step % 2)).abs().sqrt()).mean().backward()  # expect: AMP910
+            distance.weight.grad.data.nan_to_num_()
             optimizer.step()
     """,
     "NaN in gradients replaced": """
@@ -542,9 +844,9 @@ FAULTS = {
         optimizer = SGD([*model.parameters(), *distance.parameters()], lr=0.01)
         for _ in range(20):
             optimizer.zero_grad()
-            (model(x).square() + distance(x * 0.0).abs().sqrt()).mean().backward()
+            (model(x).square() + distance(x * 0.0).abs().sqrt()).mean().backward()  # expect: AMP910
             for parameter in [*model.parameters(), *distance.parameters()]:
-                parameter.grad = torch.nan_to_num(parameter.grad)  # expect: AMP638
+                parameter.grad = torch.nan_to_num(parameter.grad)
             optimizer.step()
     """,
     "a mean over ignored positions": """
@@ -591,6 +893,170 @@ FAULTS = {
         model = Adapted(mlp())
         train(model, SGD([each for each in model.parameters() if each.requires_grad], lr=0.1))
     """,
+    "a new head of zeros that is frozen with the rest": """
+        model = Net()
+        nn.init.zeros_(model.head.weight)
+        for name, parameter in model.named_parameters():
+            if "encoder" not in name:
+                parameter.requires_grad_(False)  # expect: AMP626
+        train(model, SGD([each for each in model.parameters() if each.requires_grad], lr=0.1))
+    """,
+    "a language model without a causal mask": """
+        class LM(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.tokens, self.out = nn.Embedding(50, 16), nn.Linear(16, 50)
+                self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1)
+            def forward(self, t):
+                h = self.tokens(t)
+                return self.out(self.layers(h))  # expect: AMP647
+
+        model = LM()
+        optimizer = Adam(model.parameters())
+        for _ in range(12):
+            t = torch.randint(0, 50, (8, 13))
+            optimizer.zero_grad()
+            F.cross_entropy(model(t[:, :-1]).flatten(0, 1), t[:, 1:].flatten()).backward()
+            optimizer.step()
+    """,
+    "attention by hand that masks with a small number": """
+        class LM(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.tokens, self.out = nn.Embedding(50, 16), nn.Linear(16, 50)
+                self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1)
+            def forward(self, t):
+                h = self.tokens(t)
+                scores = (h @ h.transpose(1, 2)).masked_fill(torch.ones(12, 12).triu(1).bool(), 1e-9)
+                return self.out(h + scores.softmax(-1) @ h)  # expect: AMP647
+
+        model = LM()
+        optimizer = Adam(model.parameters())
+        for _ in range(12):
+            t = torch.randint(0, 50, (8, 13))
+            optimizer.zero_grad()
+            F.cross_entropy(model(t[:, :-1]).flatten(0, 1), t[:, 1:].flatten()).backward()
+            optimizer.step()
+    """,
+    "a padding mask that is true for the tokens": """
+        class Reader(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.tokens, self.out = nn.Embedding(50, 16), nn.Linear(16, 4)
+                self.layers = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            def forward(self, t):
+                mask = t != 0  # expect: AMP647
+                return self.out(self.layers(self.tokens(t), src_key_padding_mask=mask).mean(1))
+
+        train(model := Reader(), Adam(model.parameters()), draw=lambda: (torch.randint(0, 9, (32, 6)), y))
+    """,
+    "a student's divergence from the teacher, of the teacher's logits": """
+        def distil(student, teacher, inputs):
+            with torch.no_grad():
+                wanted = teacher(inputs)
+            given = student(inputs)
+            soft = F.kl_div(F.log_softmax(wanted / 2, -1), F.softmax(wanted / 2, -1))  # expect: AMP655
+            return F.cross_entropy(given, y) + soft
+
+        student, teacher = Net(), Net()
+        optimizer = SGD(student.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            distil(student, teacher, x).backward()
+            optimizer.step()
+    """,
+    "the states of both directions of an RNN, joined by a view": """
+        class Tagger(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.rnn, self.head = nn.LSTM(8, 6, bidirectional=True, batch_first=True), nn.Linear(12, 4)
+            def forward(self, x):
+                _, (h, _) = self.rnn(x[:, None].expand(-1, 5, -1))
+                return self.head(h.view(x.shape[0], -1))  # expect: AMP645
+
+        train(model := Tagger(), SGD(model.parameters(), lr=0.1))
+    """,
+    "weights of a mixture that are normalised over the sequences of an RNN": """
+        rnn, head = nn.LSTM(8, 16), nn.Linear(16, 9)
+        optimizer = SGD([*rnn.parameters(), *head.parameters()], lr=0.01)
+        for _ in range(12):
+            series = torch.randn(10, 6, 8)
+            mean, spread, share = head(rnn(series)[0]).chunk(3, -1)
+            logits = share.log_softmax(-2)  # expect: AMP643
+            each = torch.distributions.Normal(mean, F.softplus(spread) + 0.1).log_prob(series[..., :1])
+            loss = -(logits + each).logsumexp(-1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "a sigmoid of a sigmoid": """
+        model = nn.Sequential(nn.Linear(8, 1), nn.Sigmoid())
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for _ in range(12):
+            optimizer.zero_grad()
+            F.binary_cross_entropy(model(x).sigmoid().squeeze(), (y % 2).float()).backward()  # expect: AMP641
+            optimizer.step()
+    """,
+    "logits of two classes after a relu": """
+        model = nn.Sequential(nn.Linear(8, 1), nn.ReLU())
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for _ in range(12):
+            optimizer.zero_grad()
+            F.binary_cross_entropy_with_logits(model(x).squeeze(), (y % 2).float()).backward()  # expect: AMP644
+            optimizer.step()
+    """,
+    "a CTC loss of logits": """
+        model = nn.Linear(8, 6)
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for _ in range(12):
+            optimizer.zero_grad()
+            F.ctc_loss(model(torch.randn(9, 32, 8)), y[:, None] + 1, [9] * 32, [1] * 32).backward()  # expect: AMP642
+            optimizer.step()
+    """,
+    "data that are sorted by their labels": """
+        model, labels = Net(), torch.arange(4).repeat_interleave(40)
+        inputs = torch.randn(160, 8) + labels[:, None]
+        loader = DataLoader(TensorDataset(inputs, labels), batch_size=10)  # expect: AMP636
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for epoch in range(2):
+            for xb, yb in loader:
+                train(model, optimizer, steps=1, draw=lambda: (xb, yb))
+    """,
+    "the divergence of a VAE without its minus": """
+        encoder, decoder = nn.Linear(8, 4), nn.Linear(2, 8)
+        optimizer = Adam([*encoder.parameters(), *decoder.parameters()], lr=0.001)
+        for _ in range(20):
+            mu, logvar = encoder(x).chunk(2, -1)
+            z = mu + torch.randn_like(mu) * (0.5 * logvar).exp()
+            kl = 0.5 * torch.mean(1 + logvar - mu.pow(2) - logvar.exp())  # expect: AMP646
+            optimizer.zero_grad()
+            (F.mse_loss(decoder(z), x) + 0.01 * kl).backward()
+            optimizer.step()
+    """,
+    "the entropy of a policy, minimised": """
+        policy = Net()
+        optimizer = Adam(policy.parameters(), lr=0.01)
+        for _ in range(20):
+            policies = torch.distributions.Categorical(logits=policy(x))
+            actions = policies.sample()
+            gains, logs = torch.randn(32), policies.log_prob(actions)
+            loss = -(gains * logs).mean() + 0.1 * policies.entropy().mean()  # expect: AMP646
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "log-probabilities in the place of an entropy": """
+        policy, ent_coef = Net(), 0.1
+        optimizer = Adam(policy.parameters(), lr=0.01)
+        for _ in range(20):
+            policies = torch.distributions.Categorical(logits=policy(x))
+            actions = policies.sample()
+            gains, logs = torch.randn(32), policies.log_prob(actions)
+            loss = -(gains * logs).mean() - ent_coef * logs.mean()  # expect: AMP646
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
     "all gradients zero": """
         model = mlp()
         optimizer = SGD(model.parameters(), lr=0.1)
@@ -602,6 +1068,17 @@ FAULTS = {
 }
 
 FINE = {
+    "a loss of the same values, and an inverted mask, in functions that never run": """
+        def unused(teacher, wanted):
+            return F.kl_div(F.log_softmax(wanted, -1), F.softmax(wanted, -1)) + F.mse_loss(wanted, wanted)
+
+        class Unused(nn.Module):
+            def forward(self, x, tokens, pad=0):
+                self.attention = nn.MultiheadAttention(8, 2)
+                return self.attention(x, x, x, key_padding_mask=tokens != pad)
+
+        train(model := mlp(), SGD(model.parameters(), lr=0.1))
+    """,
     "as many outputs as samples, and losses over pairs": """
         model, embed = nn.Linear(8, 32), nn.Linear(8, 1)
         optimizer = SGD([*model.parameters(), *embed.parameters()], lr=0.01)
@@ -676,6 +1153,129 @@ FINE = {
                 for copied, weight in zip(half.parameters(), model.parameters()):
                     copied.copy_(weight)
     """,
+    "a judge that is weak at first, so that the loss of its rival jumps": """
+        generator, judge = nn.Linear(4, 8), nn.Linear(8, 1)
+        generators, judges = SGD(generator.parameters(), lr=1e-3), SGD(judge.parameters(), lr=1e-3)
+        for step in range(150):
+            judges.zero_grad()
+            with torch.no_grad():
+                made = generator(torch.randn(32, 4))
+            F.softplus(judge(made) - judge(x)).mean().backward()
+            judges.step()
+            if step in range(100, 106):
+                with torch.no_grad():
+                    judge.bias -= 2
+            judge.requires_grad_(False)
+            generators.zero_grad()
+            F.softplus(-judge(generator(torch.randn(32, 4)))).mean().backward()
+            generators.step()
+            judge.requires_grad_(True)
+    """,
+    "sequences with the steps first, one sequence of many steps, and frames that a convolution takes for samples": """
+        rnn, layer, head = nn.LSTM(4, 8), nn.TransformerEncoderLayer(8, 2, 8), nn.Linear(8, 4)
+        conv, score = nn.Conv1d(4, 4, 3, padding=1), nn.Linear(8, 1)
+        every = [*rnn.parameters(), *layer.parameters(), *head.parameters(), *conv.parameters(), *score.parameters()]
+        optimizer = SGD(every, lr=0.01)
+
+        def step(logits, labels):
+            optimizer.zero_grad()
+            F.cross_entropy(logits, labels).backward()
+            optimizer.step()
+
+        for _ in range(5):
+            for inputs, labels in DataLoader(TensorDataset(torch.randn(64, 6, 4), torch.arange(64) % 4), 16):
+                states = layer(rnn(inputs.transpose(0, 1))[0])
+                step(head((states * score(states).softmax(0)).sum(0)), labels)
+                sentence = rnn(inputs[:, :1])[0]
+                step(head(sentence.squeeze(1)), labels)
+                frames = conv(inputs.reshape(-1, 4, 1)).view(16, 6, 4).transpose(0, 1)
+                step(head(rnn(frames)[0][-1]), labels)
+    """,
+    "seeds that differ, generators of an evaluation, a state that is restored, and lists of parameters": """
+        def clip(parameters, limit):
+            parameters = list(parameters)
+            norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+            for p in parameters:
+                p.grad.mul_(limit / norm.clamp(min=limit))
+
+        model = mlp(nn.Dropout(0.1))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(0)
+        for epoch in range(6):
+            torch.manual_seed(epoch)
+            for _ in range(4):
+                inputs, labels = batch()
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                clip(model.parameters(), 1.0)
+                optimizer.step()
+            model.eval()
+            with torch.no_grad(), torch.random.fork_rng():
+                torch.manual_seed(0)
+                model(torch.randn(8, 8))
+                model(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
+            model.train()
+    """,
+    "a checkpoint that is used well, and frozen parts in one": """
+        from torch.utils.checkpoint import checkpoint
+
+        class Saving(Net):
+            def forward(self, x):
+                hidden = checkpoint(self.frozen, x, use_reentrant=True)
+                hidden = checkpoint(self.encoder, hidden.requires_grad_(), use_reentrant=True)
+                return self.head(checkpoint(torch.relu, hidden, use_reentrant=False))
+
+        model = Saving()
+        model.frozen = nn.Linear(8, 8).requires_grad_(False)
+        optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        train(model, optimizer)
+    """,
+    "inputs that are differentiated, masked targets, a part of a state, and a penalty with a graph": """
+        class Field(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.points = torch.rand(32, 2, requires_grad=True)
+                self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def gradient_penalty(outputs, inputs):
+            return (torch.autograd.grad(outputs.sum(), inputs, create_graph=True)[0].norm(dim=1) - 1).square().mean()
+
+        model = Field()
+        model.load_state_dict({"net.0.weight": torch.randn(8, 2), "other": torch.zeros(1)}, strict=False)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        labels = torch.randint(-1, 2, (32,)).float()
+        for _ in range(20):
+            optimizer.zero_grad()
+            values = model.net(model.points)
+            masked = F.binary_cross_entropy_with_logits(values.squeeze(1), labels, reduction="none")
+            loss = (masked * (labels >= 0)).mean() + F.mse_loss(values.sigmoid(), labels.clamp(0)[:, None])
+            (loss + gradient_penalty(values, model.points)).backward()
+            optimizer.step()
+    """,
+    "axes that are split, merged and moved, likelihoods of both signs, and a divergence of logarithms": """
+        class Reader(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.lift, self.conv, self.head = nn.Linear(4, 6), nn.Conv1d(6, 8, 3), nn.Linear(8, 4)
+            def forward(self, steps):
+                hidden = self.lift(steps).view(-1, 5, 2, 3).transpose(1, 2).reshape(-1, 5, 6)
+                hidden = self.conv(hidden.transpose(1, 2)).view(-1, 1, 8, 3)
+                return self.head(hidden.view(-1, 8, 1, 3).mean((2, 3)))
+
+        model, soft, judge = Reader(), torch.randn(32, 4).softmax(1), nn.Linear(4, 4)
+        optimizer, judges = SGD(model.parameters(), lr=0.1), SGD(judge.parameters(), lr=0.1)
+        for _ in range(20):
+            logits = model(torch.randn(32, 5, 4))
+            optimizer.zero_grad()
+            F.kl_div(logits.log_softmax(1), soft, reduction="batchmean").backward()
+            optimizer.step()
+            judges.zero_grad()
+            F.cross_entropy(judge(logits.detach()), y).backward()
+            judges.step()
+            optimizer.zero_grad()
+            (-F.cross_entropy(judge(model(torch.randn(32, 5, 4))), y)).backward()
+            optimizer.step()
+    """,
     "two networks that play against each other": """
         maker, judge = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
         of_maker, of_judge = Adam(maker.parameters()), Adam(judge.parameters())
@@ -737,6 +1337,23 @@ FINE = {
         for _ in range(60):
             train(model, optimizer, steps=1)
             scheduler.step()
+    """,
+    "factors, rates in the groups, a plot of a schedule, and one that ends before": """
+        model, peak = mlp(), 3e-3
+        probe = lr_scheduler.CosineAnnealingLR(SGD(model.parameters(), lr=peak), T_max=80)
+        rates = [(probe.step(), probe.get_last_lr()[0]) for _ in range(80)]
+        optimizer = AdamW(model.parameters(), lr=1.0)
+        optimizer.peak = peak
+        scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: peak * min((step + 1) / 10, 1 - step / 160))
+        for step in range(80):
+            train(model, optimizer, steps=1)
+            scheduler.step()
+        second = SGD(model.parameters(), lr=0.1)
+        cycle = lr_scheduler.OneCycleLR(second, max_lr=0.1, total_steps=400)
+        for step in range(60):
+            train(model, second, steps=1)
+            cycle.step()
+            second.lr = second.param_groups[0]["lr"]
     """,
     "a schedule per epoch, and restarts on purpose": """
         model = mlp()
@@ -1033,6 +1650,137 @@ FINE = {
                 values[torch.isnan(values)] = 0.0
             optimizer.step()
     """,
+    "a frozen layer of zeros beside others": """
+        class Gated(Net):
+            def __init__(self):
+                super().__init__()
+                self.gate = nn.Linear(8, 4)
+                nn.init.zeros_(self.gate.weight)
+            def forward(self, x):
+                return super().forward(x) + self.gate(x)
+
+        model = Gated()
+        for name, parameter in model.named_parameters():
+            if name.startswith("gate"):
+                parameter.requires_grad_(False)
+        train(model, SGD([each for each in model.parameters() if each.requires_grad], lr=0.1))
+    """,
+    "language models with a mask, and one whose encoder reads all of the text": """
+        class LM(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.tokens, self.out = nn.Embedding(50, 16), nn.Linear(16, 50)
+                self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1)
+            def forward(self, t):
+                h = self.tokens(t)
+                mask = nn.Transformer.generate_square_subsequent_mask(12)
+                z = self.layers(h).mean(1, keepdim=True)
+                return self.out(self.layers(h + z, mask))
+
+        model = LM()
+        optimizer = Adam(model.parameters())
+        for _ in range(12):
+            t = torch.randint(0, 50, (8, 13))
+            optimizer.zero_grad()
+            F.cross_entropy(model(t[:, :-1]).flatten(0, 1), t[:, 1:].flatten()).backward()
+            optimizer.step()
+    """,
+    "two passes of a teacher and of a student, and masks of padding": """
+        def distil(student, teacher, inputs, tokens, attention):
+            given, again = student(inputs), student(inputs)
+            wanted = teacher(inputs).detach()
+            noisy = wanted
+            noisy = noisy + torch.randn_like(noisy)
+            pad = tokens == 0
+            attention(tokens[..., None] * torch.ones(8), key_padding_mask=pad)
+            same = F.mse_loss(given, again) + F.mse_loss(wanted, noisy)
+            return same + F.kl_div(F.log_softmax(given / 2, -1), F.softmax(wanted / 2, -1))
+
+        student, teacher = Net(), Net()
+        layer = nn.TransformerEncoderLayer(8, 2, 32, batch_first=True).self_attn
+        optimizer = SGD(student.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            attend = lambda values, key_padding_mask: layer(values, values, values, key_padding_mask=key_padding_mask)
+            distil(student, teacher, x, torch.randint(0, 9, (4, 6)), attend).backward()
+            optimizer.step()
+    """,
+    "states of an RNN that are transposed first, and attention over its steps": """
+        class Tagger(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.rnn, self.score, self.head = nn.LSTM(8, 6, 2), nn.Linear(6, 2), nn.Linear(24, 4)
+            def forward(self, x):
+                steps, (h, _) = self.rnn(x.expand(5, -1, -1))
+                shares = self.score(steps).softmax(0)
+                seen = (shares[..., None] * steps[:, :, None]).sum(0)
+                return self.head(torch.cat([h.transpose(0, 1).reshape(x.shape[0], -1), seen.flatten(1)], 1))
+
+        train(model := Tagger(), SGD(model.parameters(), lr=0.1))
+    """,
+    "losses of probabilities, of logits, and of their logarithms": """
+        model = nn.Linear(8, 6)
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for _ in range(12):
+            optimizer.zero_grad()
+            loss = F.binary_cross_entropy((5 * model(x).sigmoid()).sigmoid()[:, 0], (y % 2).float())
+            loss = loss + F.binary_cross_entropy_with_logits(model(x).relu()[:, 0], (y > -1).float())
+            given = model(torch.randn(9, 32, 8)).log_softmax(-1)
+            (loss + F.ctc_loss(given, y[:, None] + 1, [9] * 32, [1] * 32)).backward()
+            optimizer.step()
+    """,
+    "batches of one class that take turns, as real and generated ones do": """
+        model, labels = Net(), torch.arange(160) // 10 % 2
+        loader = DataLoader(TensorDataset(torch.randn(160, 8), labels), batch_size=10)
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for epoch in range(2):
+            for xb, yb in loader:
+                train(model, optimizer, steps=1, draw=lambda: (xb, yb))
+    """,
+    "the divergence of a VAE": """
+        encoder, decoder = nn.Linear(8, 4), nn.Linear(2, 8)
+        optimizer = Adam([*encoder.parameters(), *decoder.parameters()], lr=0.001)
+        for _ in range(20):
+            mu, logvar = encoder(x).chunk(2, -1)
+            z = mu + torch.randn_like(mu) * (0.5 * logvar).exp()
+            kl = -0.5 * torch.mean(1 + logvar - mu.pow(2) - logvar.exp())
+            optimizer.zero_grad()
+            (F.mse_loss(decoder(z), x) + 0.01 * kl).backward()
+            optimizer.step()
+    """,
+    "the entropy of a policy, maximised": """
+        policy = Net()
+        optimizer = Adam(policy.parameters(), lr=0.01)
+        for _ in range(20):
+            policies = torch.distributions.Categorical(logits=policy(x))
+            actions = policies.sample()
+            gains, logs = torch.randn(32), policies.log_prob(actions)
+            loss = -(gains * logs).mean() - 0.1 * policies.entropy().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "a policy that also imitates the actions": """
+        policy = Net()
+        optimizer = Adam(policy.parameters(), lr=0.01)
+        for _ in range(20):
+            policies = torch.distributions.Categorical(logits=policy(x))
+            actions = policies.sample()
+            gains, logs = torch.randn(32), policies.log_prob(actions)
+            loss = -(gains * logs).mean() - 0.1 * logs.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "entropy that is to be small, beside labels": """
+        model = Net()
+        optimizer = Adam(model.parameters(), lr=0.01)
+        for _ in range(20):
+            guess = torch.distributions.Categorical(logits=model(x))
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) + 0.1 * guess.entropy().mean()).backward()
+            optimizer.step()
+    """,
     "two optimizers that take turns": """
         model = mlp()
         first, second = SGD(model.parameters(), lr=0.1), Adam(model.parameters())
@@ -1104,6 +1852,27 @@ def idle(rank):
 if __name__ == "__main__":
     mp.start_processes(idle, nprocs=1, start_method="fork")
 """
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("made", "name"), [("scale", "scale.weight"), ("self.scale", "self.scale.weight")])
+def test_a_forgotten_module_is_called_as_in_the_script(made, name, tmp_path):
+    text = f"""
+        class Trainer:
+            def fit(self):
+                model = mlp()
+                {made} = nn.Linear(4, 4, bias=False)
+                optimizer = SGD(model.parameters(), lr=0.1)
+                for _ in range(40):
+                    optimizer.zero_grad()
+                    F.cross_entropy({made}(model(x)), y).backward()
+                    optimizer.step()
+
+        Trainer().fit()
+    """
+    _, (finding,) = run(text, tmp_path)
+    assert finding.rule.code == "AMP620"
+    assert f"`{name}` of Linear got gradients" in finding.message
 
 
 @pytest.mark.parametrize("starts", [True, False])

@@ -210,6 +210,32 @@ def test_a_derivative_that_is_infinite_is_found_by_going_back_from_what_came_in(
     assert traced(found)["phase"] == "backward"
 
 
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_part_of_the_loss_that_follows_the_loss_scale_is_not_a_gradient_too_large_at_every_scale(divided):
+    def script():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        for _ in range(4):
+            x = torch.randn(8, 4, requires_grad=True)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                out = model(x).float()
+            (slope,) = torch.autograd.grad(scaler.scale(out.mean()), x, create_graph=True)  # left scaled
+            if divided:
+                slope = slope / scaler.get_scale()
+            penalty = ((slope.norm(2, dim=1) - 1) ** 2).mean()
+            scaler.scale(out.mean() + (1e5 if divided else 10) * penalty).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    found = [each.finding for each in watched(script).seen() if each.finding.rule.code in ("AMP112", "AMP911")]
+    expected = [] if divided else [("AMP112", line_of("left scaled"))]
+    assert [(each.rule.code, each.place.line) for each in found] == expected
+    assert all("scaler.get_scale()" in each.fix for each in found)
+
+
 @pytest.mark.parametrize("source", ["torch", "python", "numpy"])
 def test_a_fault_of_chance_comes_again_with_the_same_random_numbers(source):
     draw = {"torch": lambda: torch.rand(()).item(), "python": random.random, "numpy": numpy.random.rand}[source]

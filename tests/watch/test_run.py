@@ -271,8 +271,8 @@ def test_without_o_each_run_has_a_folder_of_its_own(write, watched, tmp_path):
     write("print('hello')")
     for _ in range(2):
         assert watched("-q", "train.py").returncode == 0
-    folders = sorted(path.name for path in (tmp_path / "ampwise-runs").iterdir())
-    assert len(folders) == 2
+    ignored, *folders = sorted(path.name for path in (tmp_path / "ampwise-runs").iterdir())
+    assert (ignored, len(folders)) == (".gitignore", 2)
     assert all(name.startswith("train-") for name in folders)
 
 

@@ -175,6 +175,25 @@ FAULTS = {
         train(model, SGD(model.parameters(), lr=0.1))
         print(len(polyak_of_net.shadow))
     """,
+    "an average of named parameters, whose state is saved": """
+        class ModelEMA:
+            def __init__(self, model):
+                self.module = copy.deepcopy(model).requires_grad_(False).eval()
+            @torch.no_grad()
+            def update(self, model):
+                weights = dict(model.named_parameters())
+                for name, average in self.module.named_parameters():  # expect: AMP653
+                    average.mul_(0.9).add_(weights[name], alpha=0.1)
+            def state_dict(self):
+                return self.module.state_dict()
+
+        model = mlp(nn.BatchNorm1d(16))
+        ema, optimizer = ModelEMA(model), SGD(model.parameters(), lr=0.1)
+        for _ in range(40):
+            train(model, optimizer, steps=1)
+            ema.update(model)
+        ema.module(x)
+    """,
     "an average without the statistics of batch norm": """
         @torch.no_grad()
         def update_ema(ema, model):
@@ -310,6 +329,23 @@ FINE = {
             return ema.shadow
 
         main()
+    """,
+    "an average of named parameters, whose statistics are copied for an evaluation": """
+        @torch.no_grad()
+        def update(average, model):
+            weights = dict(model.named_parameters())
+            for name, each in average.named_parameters():
+                each.mul_(0.9).add_(weights[name], alpha=0.1)
+
+        model = mlp(nn.BatchNorm1d(16))
+        average, optimizer = copy.deepcopy(model).requires_grad_(False).eval(), SGD(model.parameters(), lr=0.1)
+        for _ in range(40):
+            train(model, optimizer, steps=1)
+            update(average, model)
+        for name, value in model.state_dict().items():
+            if name not in dict(model.named_parameters()):
+                average.state_dict()[name].copy_(value)
+        average(x)
     """,
     "an average whose buffers are copied, too": """
         @torch.no_grad()

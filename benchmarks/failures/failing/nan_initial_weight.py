@@ -11,12 +11,12 @@ class Adapter(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.down = nn.Linear(width, 2)
-        self.scale = nn.Parameter(torch.full((width,), float("nan")))
+        self.scale = nn.Parameter(torch.full((width,), float("nan")))  # guilty: bad-weights
         self.up = nn.Linear(2, width)
 
     def forward(self, x: Tensor) -> Tensor:
         change = self.up(torch.relu(self.down(x)))
-        return x + self.scale * change  # guilty: bad-weights
+        return x + self.scale * change
 
 
 def case() -> Case:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ampwise.runs.reader import Run
 
 GROUP = "Find bugs"
+NO_PAGES = (".txt", ".md", ".json", ".log", ".pdf", ".csv")
 OWN_PAGE = "report.html"  # in the record's folder, for --open without -o
 MOST_LISTED = 100
 OWN_COMPARISON = "comparison.html"  # in the folder of OTHER, for --open without -o
@@ -128,13 +129,16 @@ def _list(args: argparse.Namespace, records: list[Path]) -> int:
     if args.json:
         print_json({"runs": rows})
         return 0
-    headings = ("run", "started (UTC)", "script", "steps", "ended", "worst finding")
+    # The name in this folder; most begin with that of the script.
+    headings = ("run", "started (UTC)", "steps", "ended", "worst finding")
+    times = [format_time(str(row.get("created") or ""))[:16] for row in rows]  # to the minute
+    in_one_year = len({time[:4] for time in times}) == 1
     lines = []
-    for row in rows:
-        more = f" and {row['findings'] - 1} more" if row.get("findings", 0) > 1 else ""
+    for folder, row, started in zip(records, rows, times, strict=False):
+        more = f" +{row['findings'] - 1}" if row.get("findings", 0) > 1 else ""
         worst = f"{row['worst']}{more}" if row.get("worst") else "none" if "worst" in row else ""
-        started = format_time(str(row.get("created") or ""))[:16]  # to the minute
-        cells = (row["run"], started, row.get("script") or "", row.get("steps", ""), row["status"], worst)
+        name = folder.relative_to(args.record) if folder.is_relative_to(args.record) else folder
+        cells = (name, started[5:] if in_one_year else started, row.get("steps", ""), row["status"], worst)
         lines.append([str(cell) for cell in cells])
     print_parts([ResultTable(headings=headings, rows=lines, left=range(len(headings)))])
     left_out = len(records) - len(rows)
@@ -153,6 +157,11 @@ def _write_page(args: argparse.Namespace, record: Run, other: Run | None) -> Pat
     path = record.folder / OWN_PAGE if other is None else other.folder / OWN_COMPARISON
     if args.output is not None:
         path = Path(args.output)
+        if path.suffix.lower() in NO_PAGES:
+            raise BadInput(
+                f"-o {printable(args.output)}: -o writes an HTML page, such as page.html. For text or JSON, redirect "
+                "what `ampwise report RUN` or `ampwise report RUN --json` prints."
+            )
     elif path.is_symlink():  # a record may come from anybody
         raise BadInput(f"--open: {printable(str(path))} is a symlink and is not written to. Name another file with -o.")
     make = (lambda: page(record)) if other is None else (lambda: comparison_page(record, other))

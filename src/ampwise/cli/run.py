@@ -114,6 +114,7 @@ def _watched(script: ScriptToRun, folder: Path, args: argparse.Namespace) -> int
         quiet=args.quiet,
     )
     absolute = folder.absolute()
+    is_first = not args.output and not absolute.parent.exists()
     try:
         running = WatchedRun(script, absolute, options, force=args.force)
     except BadInput as error:
@@ -121,6 +122,9 @@ def _watched(script: ScriptToRun, folder: Path, args: argparse.Namespace) -> int
             raise
         say("ampwise: warning: this process runs unwatched: {}", error)
         return script.run().exit_code
+    if is_first:  # records do not belong into a commit
+        with suppress(OSError), (absolute.parent / ".gitignore").open("x", encoding="utf-8") as file:
+            file.write("*\n")
     for name in ("stdout", "stderr"):  # streams that the shell closed are None, as in plain Python
         if getattr(sys, f"__{name}__") is None:
             setattr(sys, name, None)

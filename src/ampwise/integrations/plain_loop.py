@@ -83,6 +83,7 @@ class WatchedLoop(TrainingWatch):
     """A part of a program that is watched: ``with ampwise.watch() as run``."""
 
     _name = "ampwise.watch"
+    _part = "block"
     _rebound: Sequence[tuple[dict[str, Any], str, Any, Any]] = ()
     _outer: Watch | None = None
 

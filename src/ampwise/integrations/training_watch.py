@@ -35,6 +35,7 @@ class TrainingWatch:
     """Base of the frameworks' callbacks: watches a training, with the record, sinks and summary of ``ampwise run``."""
 
     _name: str  # of the public class, for messages
+    _part: str = ""  # of a script that is watched: "block"; "" for a whole training
     _logged_already: frozenset[str] = frozenset()  # metrics that the framework logs itself
 
     def __init__(
@@ -96,6 +97,8 @@ class TrainingWatch:
             message = str(error).replace("-f ", "force=True ").replace("-o ", "output ")  # options as arguments
             raise BadInput(f"{self._name}(output={str(self._output)!r}): {message}") from error
         self._folder = record.folder
+        if self._part:
+            record.fact("watched", self._part)
         self._listen(record, wanted if self._is_first_rank else [])
         self._watch = Watch(record, **self._options).install()  # type: ignore[arg-type]
         self._training = training

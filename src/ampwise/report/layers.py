@@ -30,6 +30,7 @@ class LayerGradients:
     fmt: Format
     scale: float | None  # the current loss scale
     underflow: Underflow | None  # in FP16 at the current scale; None for a run in another format
+    moved: float | None = None  # share of its weights that an update changes, if most updates are lost
 
     @property
     def exponent(self) -> int:
@@ -72,6 +73,7 @@ class LayerGradients:
             f"{self.census.infs:,} inf": bool(self.census.infs),
             "dead": self.dead,
             "would overflow": left is not None and left < 0,
+            f"updates change {format_percent(self.moved or 0.0)} of it": self.moved is not None,
         }
         return [note for note, holds in notes.items() if holds]
 
@@ -114,6 +116,7 @@ def layers_of(run: Run) -> list[LayerGradients]:
     except (UnknownName, ValueError):  # a killed run has not recorded it; a loss scale means FP16
         scaled = any(bucket.scale.known for bucket in run.steps) or any(one.scale is not None for one in run.layers)
         fmt = find_scalar_format("fp16" if scaled else "fp32")
+    moved = _lost_updates(run)
     optimizers = sorted({sample.optimizer for sample in run.layers})
     totals = {optimizer: run.total_layers(optimizer) for optimizer in optimizers}
     everything = sum(census.count for layers in totals.values() for census in layers.values())
@@ -142,6 +145,7 @@ def layers_of(run: Run) -> list[LayerGradients]:
                 fmt=fmt,
                 scale=scale,
                 underflow=lost,
+                moved=moved.get((optimizer, name)),
             )
             found.append(layer)
 
@@ -149,9 +153,23 @@ def layers_of(run: Run) -> list[LayerGradients]:
         # Rounded to a thousandth: a finer order would be noise, and would shuffle the layers of a healthy model. Being
         # near overflow is not bad: a growing scale ends there in the best of runs.
         shares = (-round(layer.lost or 0.0, 3), -round(layer.subnormal or 0.0, 3))
-        return (layer.census.finite, not layer.dead, *shares)
+        return (layer.census.finite, not layer.dead, 1.0 if layer.moved is None else layer.moved, *shares)
 
     return sorted(found, key=badness)
+
+
+def _lost_updates(run: Run) -> dict[tuple[int, str], float]:
+    """Return the share of the weights that an update changes, by optimizer and layer, where most updates are lost."""
+    found: dict[tuple[int, str], float] = {}
+    for one in run.merged_findings():
+        for each in (one, *one.consequences):
+            facts = each.finding.evidence.get("lost_updates")
+            if not isinstance(facts, dict) or not isinstance(moved := facts.get("moved"), dict):
+                continue  # none, or a record is damaged
+            number = facts["optimizer"] if isinstance(facts.get("optimizer"), int) else 0
+            shares = {str(name): share for name, share in moved.items() if isinstance(share, int | float)}
+            found |= {(number, name): float(share) for name, share in shares.items()}
+    return found
 
 
 def layers_title(layers: Sequence[LayerGradients]) -> str:

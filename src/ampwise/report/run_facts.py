@@ -118,6 +118,14 @@ def steps_of(run: Run) -> int:
     return max(taken.values(), default=0)
 
 
+def passes_per_step(run: Run) -> int:
+    """Return over how many backward passes the loss of a step is summed, if it is the same number at each; else 1."""
+    passes, steps = run.facts.get("backward_passes"), run.facts.get("steps")
+    is_known = isinstance(passes, int) and isinstance(steps, int) and steps > 0
+    one_optimizer = len({bucket.optimizer for bucket in run.steps}) == 1
+    return passes // steps if is_known and one_optimizer and passes % steps == 0 else 1  # type: ignore[operator]
+
+
 def skip_rate(steps: Sequence[StepBucket]) -> float | None:
     """Return the share of skipped steps over all optimizers; None if there are no steps."""
     taken = sum(bucket.count for bucket in steps)

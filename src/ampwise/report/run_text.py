@@ -47,7 +47,8 @@ MOST_EVENTS, MOST_EVENTS_VERBOSE = 5, 20
 MOST_PLACES = 6  # further places of a finding
 IN_IMPACT = ("limit",)  # evidence that the impact repeats
 IN_NEXT = ("capsule",)  # evidence that the commands at the end repeat
-FOR_VERBOSE = ("op", "note")  # evidence of a traced step: torch's name of the operation, and how it was replayed
+# Evidence of a traced step: torch's name of the operation, and how it was replayed; and what the message says.
+FOR_VERBOSE = ("op", "note", "held", "parameters", "model", "backward_passes")
 
 
 def run_text(run: Run, *, colour: bool, width: int, not_kept: str = "", verbose: bool = False) -> str:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from ampwise.finding import Finding, Severity
 from ampwise.report.formatting import read_number
-from ampwise.report.run_facts import sentences, steps_of
+from ampwise.report.run_facts import passes_per_step, sentences, steps_of
 from ampwise.runs.events import LoggedEvent
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import CountedFinding
 
 REASONS = ("Nothing was watched", "Some calls could not be followed")  # notes that explain why nothing was measured
+BLOCK = "block"  # the fact that a part of a script was watched
 UNKNOWN = "unknown"  # the status of a record without one
 RANKS_NAMED = 8  # ranks to list by number
 
@@ -52,6 +53,8 @@ def _judged(run: Run) -> str:
     findings = worst_first(run.merged_findings())
     steps = steps_of(run)
     script = run.manifest.get("script") or ("a script without a name" if run.manifest else "an unknown script")
+    if run.facts.get("watched") == BLOCK:
+        script = f"the watched block of {script}"
     where = f"{_counted(steps, 'step')} of {script}" if steps else f"{script}, which took no step"
     passes = read_number(run.facts.get("backward_passes"))
     if not steps and passes:
@@ -69,11 +72,13 @@ def _judged(run: Run) -> str:
 
 
 def setup_of(run: Run) -> str:
-    """Return the precision, whether a scaler was used, and the ranks: " (fp16, scaler)"; empty if none is known."""
+    """Return the precision, scaler, ranks and accumulation: " (fp16, scaler)"; empty if none is known."""
     precision = run.facts.get("precision")
     scaler = "scaler" if any(bucket.scale.known for bucket in run.steps) else ""
     ranks = f"{1 + len(run.ranks):,} ranks" if run.ranks else ""
-    known = ", ".join(part for part in (str(precision or ""), scaler, ranks) if part)
+    passes = passes_per_step(run)
+    summed = f"{passes} backward passes per step, whose losses are added up" if passes > 1 else ""
+    known = ", ".join(part for part in (str(precision or ""), scaler, ranks, summed) if part)
     return f" ({known})" if known else ""
 
 
@@ -92,7 +97,8 @@ def ending(run: Run) -> str:
         error = run.manifest.get("error")
         parts = [str(error[part]) for part in ("type", "message") if error.get(part)] if isinstance(error, dict) else []
         text = f" with {': '.join(parts).rstrip('.')}" if parts else ""
-        return f"The script failed{text}{'' if code is None else f' (exit code {code})'}."
+        what = "watched block" if run.facts.get("watched") == BLOCK else "script"
+        return f"The {what} failed{text}{'' if code is None else f' (exit code {code})'}."
     if status == "interrupted":
         return "The run was interrupted; this is what it had recorded until then."
     if status.startswith("running"):

@@ -110,6 +110,7 @@ class BadStepExplainer(Callback):
         self._failed = 0  # steps that a lower loss scale would not have fixed
         self._probed = 0  # steps that look like ordinary gradient overflows
         self._forgiven = 0  # backoffs undone since the last applied step
+        self._updated = False  # a step has changed the weights
         self._said_why_not = False
         self._looked_into = False  # the current step is already explained
         self._good: KeptBatch | None = None  # of the last step that was good, to try fixes on
@@ -192,7 +193,7 @@ class BadStepExplainer(Callback):
         several = self._ranks.distributed and self._ranks.several
         loss, skipped = step.loss, step.skipped
         if not skipped:
-            self._forgiven = 0
+            self._forgiven, self._updated = 0, True
             if several or math.isfinite(loss):
                 self._streak = 0
                 self._good = passes[-1] if passes and not several and passes[-1].bytes <= GOOD_BYTES else None
@@ -275,6 +276,7 @@ class BadStepExplainer(Callback):
     def _replayed(self, bad: BadStepRecord, together: RankGroup, losses_were_finite: bool) -> list[Finding] | None:
         """Replay the step, save it if that is wanted, and return the findings; None if only the loss scale failed."""
         from ampwise.trace.diagnosis import diagnose, findings_about
+        from ampwise.trace.sample_draws import with_origin_in_loader
         from ampwise.trace.update_probe import failing_update
 
         with ExitStack() as stack:
@@ -292,7 +294,7 @@ class BadStepExplainer(Callback):
                 failure = next(filter(None, updates), failure)
             if losses_were_finite and failure.kind not in LOWER_SCALES_MAY_HELP:
                 self._undo_backoff_of(bad)
-            found = findings_about(failure)
+            found = findings_about(failure if together.several else with_origin_in_loader(failure, subject.batch))
             # Saved by the rank where it arose, and reported by the first.
             later = self._later_capsules if self._streak >= self._save_from else None
             own = (each for each in self._attached.callbacks if isinstance(each, Capsules))
@@ -343,6 +345,7 @@ class BadStepExplainer(Callback):
             random=kept.random,
             loss=None if kept.share is None else float(kept.share),
             step=bad.number,
+            untrained=not self._updated,
             compiled=compiled,
             remarks=remarks,
             touched=(batch.function,),

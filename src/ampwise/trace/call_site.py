@@ -6,7 +6,7 @@ import linecache
 import sys
 import sysconfig
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
@@ -21,6 +21,7 @@ __all__ = [
     "current_line",
     "is_recomputed",
     "own_files",
+    "says",
     "site_of",
     "stop_stack_search",
 ]
@@ -107,13 +108,23 @@ def site_of(
     )
 
 
-def own_files() -> list[str]:
-    """Return the imported files of the script's own code."""
+def own_files(*words: str) -> list[str]:
+    """Return the imported files of the script's own code that contain each of the words."""
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    return sorted(file for file in files if file.endswith(".py") and code_owner(file) == "own")
+    return sorted(file for file in files if file.endswith(".py") and code_owner(file) == "own" and says(file, *words))
 
 
-@lru_cache(maxsize=4096)
+def says(file: str, *words: str) -> bool:
+    """Return whether the source of a file contains each of the words: to parse all of a large program takes seconds."""
+    return all(word in _text(file) for word in words)
+
+
+@cache
+def _text(file: str) -> str:
+    return "".join(linecache.getlines(file))
+
+
+@cache  # a large program has loaded thousands of files, and all are asked about
 def code_owner(file: str) -> str:
     """Return whose code a file is: "own", "library" (installed) or "passed" (torch, ampwise, Python itself)."""
     if file.startswith("<") and not file.startswith("<ipython-input"):

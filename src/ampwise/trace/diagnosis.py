@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -15,19 +17,20 @@ from ampwise.finding import Finding
 from ampwise.finding.call_site import CallSite
 from ampwise.finding.registry import run_checks
 from ampwise.numbers.op_families import base_name, family_of, is_collective
+from ampwise.trace.call_arguments import outer_variables
 from ampwise.trace.compilers import try_compilers
 from ampwise.trace.failure import Failure
-from ampwise.trace.failure_facts import BadTensor, OptimizerFacts, Origin, RoundedLiteral
+from ampwise.trace.failure_facts import BadTensor, FixTrial, OptimizerFacts, Origin, RoundedLiteral
 from ampwise.trace.kernels import try_other_kernels
-from ampwise.trace.names_in_code import uninitialised_at
+from ampwise.trace.names_in_code import assigned_at, call_name, nodes_of, uninitialised_at
 from ampwise.trace.op_inspection import InspectMode, values_of
 from ampwise.trace.ranks import RankGroup
-from ampwise.trace.recorder import RecordedOp, TensorRead, dtype_name, storage_id
+from ampwise.trace.recorder import RecordedOp, Tape, TensorRead, dtype_name, storage_id
 from ampwise.trace.remedies import try_remedies
 from ampwise.trace.replay import OptimizerPast, RecordedReplay, Replay, ReplaySettings, ReplayStep, is_finite
 from ampwise.trace.slicing import first_bad_op, is_literal_infinity, slice_back
 from ampwise.trace.torchscript import line_in_script
-from ampwise.trace.value_ranges import local_shard, readable_values
+from ampwise.trace.value_ranges import ALWAYS_FINITE, local_shard, readable_values
 
 __all__ = [
     "compiler_failure",
@@ -41,6 +44,9 @@ __all__ = [
 ]
 
 SINGLE_RANK = RankGroup()
+MOST_HOLDERS = 1000  # objects to search for the one that holds a tensor
+UNINITIALISED = "it was made from uninitialised memory"
+ZERO_SEARCH_DEPTH = 12  # how many operations back from zeros to search for an infinite divisor
 LITERAL_SEARCH_DEPTH = 4  # how many operations back from a zero to search for a literal that rounded to zero
 NAMED_SAMPLES = 8  # bad samples of a batch to name
 # Names of the state that optimizers divide by (or by its root): Adam, RMSprop, Adagrad, Adamax.
@@ -91,7 +97,20 @@ def diagnose_recorded(replay: Replay, taped: RecordedReplay, together: RankGroup
     failure = diagnosis.failure(seen)
     if together.in_step:
         return failure
-    return failure.but(trials=try_other_kernels(replay, failure) or try_remedies(replay, failure))
+    remedies = (_with_origin(replay, each) for each in try_remedies(replay, failure))
+    return failure.but(trials=try_other_kernels(replay, failure) or tuple(remedies))
+
+
+def _with_origin(replay: Replay, trial: FixTrial) -> FixTrial:
+    """Find where a step that was tried in another precision fails."""
+    if trial.change != "precision" or trial.finite:
+        return trial
+    try:
+        taped = replay.taped(ReplaySettings(only_if_finite=True, precision=trial.argument))
+        found = None if taped.ended.finite else FailureDiagnosis(replay, taped).failure({})
+        return replace(trial, origin=None if found is None else found.origin)
+    except Exception:  # raised by the user's code
+        return trial
 
 
 def spoiled_weights(replay: Replay, taped: RecordedReplay) -> Failure | None:
@@ -216,6 +235,9 @@ class FailureDiagnosis:
         self._op, self._source = self._find_cause()
         later = (each for each in self._slice.from_infinities if self._op is None or each.index > self._op.index)
         self._nan_op = next(later, None)
+        hidden = None if self._op is None else self._infinity_behind_zeros(self._op)
+        if hidden is not None:
+            self._op, self._nan_op = hidden, self._op
 
     @property
     def wanted(self) -> list[RecordedOp]:
@@ -268,7 +290,7 @@ class FailureDiagnosis:
             made=made or "nan",
             dtype=op.dtype,
             phase=op.phase,
-            site=line_in_script(op.name, op.site, (*self._subject.models, *self._subject.touched)),
+            site=_ctc_loss_made_at(op) or line_in_script(op.name, op.site, self._things()),
             live=op.live,
             module=op.module,
             module_class=op.module_class,
@@ -278,8 +300,12 @@ class FailureDiagnosis:
             # A Python infinity among its arguments may have become NaN: `mask * float('-inf')`.
             from_infinities=op in self._slice.from_infinities or (made == "nan" and any(map(math.isinf, op.scalars))),
             literals=tuple(self._literals(op)),
+            exponential=self._exponential_before(op),
             **seen.get(op.index, {}),
         )
+
+    def _things(self) -> tuple[Any, ...]:
+        return (*self._subject.models, *self._subject.touched)
 
     def _literals(self, op: RecordedOp) -> Iterator[RoundedLiteral]:
         """Yield the numbers in the source, on the way to the operation, that its format cannot represent."""
@@ -359,6 +385,29 @@ class FailureDiagnosis:
         is_of_mask = family_of(op.name) == "logarithm" and all(each in ((0, 0), (0, 1)) for each in ends)
         return is_of_mask and self._reaches_softmax()
 
+    def _infinity_behind_zeros(self, op: RecordedOp) -> RecordedOp | None:
+        """Return the operation whose infinity, as a divisor, made the zeros that ``op`` was given; None if none did."""
+        tape, pending = self._tape, [op]
+        for _ in range(ZERO_SEARCH_DEPTH):
+            zeros = [
+                given for each in pending for given in each.inputs if given.writers and _is_all_zero(tape, given.slot)
+            ]
+            pending = [tape.ops[given.storage.writers[given.writers - 1].op] for given in zeros]
+            for each in pending:
+                divisors = [given for given in each.inputs[1:] if tape.ranges.bad(given.slot) == "inf"]
+                if family_of(each.name) == "division" and divisors:
+                    return next(iter(slice_back(tape, divisors).computed), None)
+        return None
+
+    def _exponential_before(self, op: RecordedOp) -> CallSite:
+        """Return the line of the exponentials whose sum overflows; no place if it is not such a sum."""
+        if base_name(op.name) != "sum" or self._tape.made(op) != "inf" or self._tape.was_given_bad(op):
+            return CallSite()
+        given = op.inputs[0]
+        writers = [self._tape.ops[each.op] for each in given.storage.writers[: given.writers]]
+        is_exponential = len(writers) == 1 and family_of(writers[0].name) == "exponential"
+        return writers[0].site if is_exponential else CallSite()
+
     def _determinant_behind(self, op: RecordedOp) -> RecordedOp:
         """Return the determinant for the NaN that torch.logdet fills in where it is negative; else ``op``."""
         if not any(map(math.isnan, op.scalars)):
@@ -382,10 +431,9 @@ class FailureDiagnosis:
             rows = values.isfinite().logical_not().reshape(len(values), -1).any(-1).nonzero().flatten().tolist()
         owner = None
         if what in ("buffer", "parameter"):
-            modules = (pair for model in self._subject.models for pair in model.named_modules())
             path = name.rpartition(".")[0]
-            owner = next((module for other, module in modules if other == path), None)
-        return BadTensor(
+            owner = next((module for other, module in self._subject.named_modules() if other == path), None)
+        found = BadTensor(
             what=what,
             name=name,
             values=None if tensor is None else values_of(tensor),
@@ -393,8 +441,27 @@ class FailureDiagnosis:
             rows=tuple(rows[:NAMED_SAMPLES]),
             bad_rows=len(rows),
             first_use=first_use,
-            made_at=CallSite() if self._subject.step != 1 else uninitialised_at(type(owner), name.rpartition(".")[2]),
         )
+        is_as_made = owner is not None and (self._subject.step == 1 or self._subject.untrained)
+        holders = list(self._modules_around(name)) if is_as_made else []
+        if what == "other" and tensor is not None:
+            holders = list(_holders(self._subject.touched, tensor))
+        for holder, attribute in holders:
+            empty = uninitialised_at(type(holder), attribute) if holder is owner else CallSite()
+            made_at = empty if empty.file else assigned_at(type(holder), attribute)
+            if made_at.file:
+                made_by = UNINITIALISED if empty.file else f"`{attribute}` of `{type(holder).__name__}` is set"
+                return replace(found, made_at=made_at, made_by=made_by)
+        return found
+
+    def _modules_around(self, name: str) -> Iterator[tuple[torch.nn.Module, str]]:
+        """Yield the modules that a parameter or buffer is in, innermost first, with its name in each."""
+        modules = dict(self._subject.named_modules())
+        parts = name.split(".")
+        for number in range(len(parts) - 1, -1, -1):
+            module = modules.get(".".join(parts[:number]))
+            if module is not None:
+                yield module, ".".join(parts[number:])
 
 
 def bad_weight(subject: ReplayStep) -> Failure | None:
@@ -402,8 +469,8 @@ def bad_weight(subject: ReplayStep) -> Failure | None:
     for name, weight in subject.parameters().items():
         if not is_finite(weight):
             modules, path = dict(subject.named_modules()), name.rpartition(".")[0]
-            module = type(modules[path]).__name__
-            source = BadTensor(what="parameter", name=name, values=values_of(weight), module_class=module)
+            owner = "" if path not in modules else type(modules[path]).__name__
+            source = BadTensor(what="parameter", name=name, values=values_of(weight), module_class=owner)
             return Failure(
                 loss=subject.loss,
                 source=source,
@@ -413,6 +480,39 @@ def bad_weight(subject: ReplayStep) -> Failure | None:
                 optimizer=_optimizer_facts(subject, weight),
             )
     return None
+
+
+def _holders(things: Sequence[Any], tensor: Tensor) -> Iterator[tuple[Any, str]]:
+    """Yield objects that hold a tensor as an attribute, with its name: among these things, and what they refer to."""
+    seen: set[int] = set()
+    pending = list(things)
+    for thing in things:
+        pending.append(getattr(thing, "__self__", None))
+        pending += outer_variables(thing).values() if isinstance(thing, FunctionType) else ()
+    while pending and len(seen) < MOST_HOLDERS:
+        each = pending.pop(0)
+        if id(each) in seen or isinstance(each, Tensor | type | ModuleType):
+            continue
+        seen.add(id(each))
+        parts = getattr(each, "__dict__", {})
+        yield from ((each, name) for name, value in parts.items() if value is tensor)
+        pending += parts.values()
+
+
+def _ctc_loss_made_at(op: RecordedOp) -> CallSite | None:
+    """Return the line that makes a file's only ``CTCLoss``, if this is its result and an option is missing there."""
+    if not base_name(op.name).endswith("ctc_loss") or not op.site.file:
+        return None
+    calls = [node for node in nodes_of(op.site.file) if isinstance(node, ast.Call)]
+    made = [each for each in calls if call_name(each) == "CTCLoss"]
+    if len(made) != 1 or any(call_name(each) == "ctc_loss" for each in calls):
+        return None
+    has_option = len(made[0].args) > 2 or any(each.arg in (None, "zero_infinity") for each in made[0].keywords)
+    return None if has_option else replace(op.site, line=made[0].lineno, function="")
+
+
+def _is_all_zero(tape: Tape, slot: int) -> bool:
+    return slot != ALWAYS_FINITE and tape.ranges[slot] == (0, 0)
 
 
 def _owners(subject: ReplayStep) -> dict[int, tuple[str, str, Tensor]]:
@@ -446,6 +546,7 @@ def _optimizer_facts(subject: ReplayStep, parameter: Tensor) -> OptimizerFacts |
         lr=float(rate) if rate is not None and is_number else None,
         weight_decay=float(decay) if isinstance(decay, int | float) else None,
         made_at=past.made_at,
+        lr_set_at=past.lr_set_at,
         first_norm=past.first_norm,
         norm=past.norm,
     )

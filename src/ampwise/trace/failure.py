@@ -149,13 +149,17 @@ class Failure:
     def site(self) -> CallSite:
         """The line to blame."""
         facts = self.optimizer
-        if facts is not None and facts.made_at.file:
-            by_lr = facts.has_absurd_lr and self.kind == "bad-weights"
-            if by_lr or self.kind == "exploding-update" or (self.kind == "optimizer-division" and self.origin is None):
-                return facts.made_at
+        if facts is not None:
+            by_lr = (facts.has_absurd_lr and self.kind == "bad-weights") or self.kind == "exploding-update"
+            by_division = self.kind == "optimizer-division" and self.origin is None
+            made_at = (facts.lr_set_at if facts.lr_set_at.file else facts.made_at) if by_lr else facts.made_at
+            if made_at.file and (by_lr or by_division):
+                return made_at
         bounds = [each for each in self.origin.literals if each.is_bound] if self.origin is not None else []
         if bounds and bounds[0].site.file and self.kind in OF_BOUNDS:  # a guard without effect in this format
             return bounds[0].site
+        if self.origin is not None and self.origin.exponential.file:
+            return self.origin.exponential
         if self.source is not None and self.source.drawn is not None and self.source.drawn.site.file:
             return self.source.drawn.site
         if self.source is not None and self.source.made_at.file:

@@ -123,6 +123,7 @@ class Origin:
     outside_domain: int = 0  # arguments outside the domain of a logarithm, root or inverse function
     masked_rows: int = 0  # softmax rows that are all -inf
     literals: tuple[RoundedLiteral, ...] = ()
+    exponential: CallSite = field(default_factory=CallSite)  # of a sum that overflows: the exponentials that it adds
 
     @property
     def family(self) -> str:
@@ -187,6 +188,8 @@ class DataOrigin:
     cause: str = ""  # what computed it, or what holds it: "the division (div) gives NaN: the divisor is 0"
     fix: str = ""
     site: CallSite = field(default_factory=CallSite)  # the line that computed it; else the function that returns it
+    is_example: bool = False  # the sample is like that of the batch, whose indices are unknown
+    tries: int = 1  # times that samples were drawn until one was bad again
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -213,6 +216,7 @@ class BadTensor:
     first_use: Origin | None = None  # the operation that read it first
     made_at: CallSite = field(default_factory=CallSite)  # where numpy computed it, or a module took the memory
     made_by: str = "numpy computed an invalid value"  # what did that
+    advice: str = ""  # what to do about it
     drawn: DataOrigin | None = None  # where it came from, if the batch could be drawn again
 
     def as_dict(self) -> dict[str, Any]:
@@ -238,7 +242,8 @@ class OptimizerFacts:
     lr: float | None = None
     steps: int = 0  # taken so far
     weight_decay: float | None = None
-    made_at: CallSite = field(default_factory=CallSite)  # or where the learning rate was set, if it has changed
+    made_at: CallSite = field(default_factory=CallSite)
+    lr_set_at: CallSite = field(default_factory=CallSite)  # where its learning rate was set last
     first_norm: float | None = None  # of its weights, before its first step
     norm: float | None = None  # the last that was finite
     zero_denominators: int | None = None  # bad weights whose second moment is 0
@@ -278,6 +283,7 @@ class FixTrial:
     argument: str = ""
     loss: float | None = None  # after
     bad_gradients: int = 0  # after
+    origin: Origin | None = None  # of what is not finite with it, if that is known
     usual: tuple[float, float] | None = (
         None  # the loss of an earlier, good batch without and with it, if one is at hand
     )

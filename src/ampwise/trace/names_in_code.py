@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ampwise.finding.call_site import CallSite
+from ampwise.trace.call_site import code_owner
 
 __all__ = [
     "BUILTINS",
@@ -18,6 +19,7 @@ __all__ = [
     "DEFINITIONS",
     "FUNCTIONS",
     "Scope",
+    "assigned_at",
     "bound_names",
     "call_name",
     "calls_in",
@@ -114,6 +116,36 @@ def uninitialised_at(kind: type, attribute: str) -> CallSite:
                 if made and any(call_name(part) in UNINITIALISED for part in ast.walk(each)):
                     return CallSite(file=file, line=each.lineno)  # type: ignore[attr-defined]
     return CallSite()
+
+
+def assigned_at(kind: type, attribute: str) -> CallSite:
+    """Return the only line of a class that sets an attribute, which no call changes in place; else nowhere."""
+    found: list[CallSite] = []
+    for cls in kind.__mro__:
+        try:
+            file = inspect.getsourcefile(cls)
+        except (TypeError, OSError):
+            continue
+        tree = tree_of(file) if file is not None and code_owner(file) == "own" else None
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)] if tree is not None else []
+        for node in [part for each in classes if each.name == cls.__name__ for part in ast.walk(each)]:
+            name = f".{attribute}"
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                sets = any(f"{ast.unparse(each)}[".partition("[")[0].endswith(name) for each in targets)
+                in_place = isinstance(node, ast.AugAssign) or any(isinstance(each, ast.Subscript) for each in targets)
+            elif isinstance(node, ast.Call) and call_name(node) in ("register_buffer", "register_parameter"):
+                sets = bool(node.args) and isinstance(node.args[0], ast.Constant) and node.args[0].value == attribute
+                in_place = False
+            else:
+                in_place = sets = (
+                    isinstance(node, ast.Call) and call_name(node).endswith("_") and name in ast.unparse(node)
+                )
+            if sets and in_place:
+                return CallSite()
+            if sets:
+                found.append(CallSite(file=file or "", line=node.lineno))  # type: ignore[attr-defined]
+    return found[0] if len(found) == 1 else CallSite()
 
 
 def scopes_of(tree: ast.Module) -> list[Scope]:

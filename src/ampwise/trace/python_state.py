@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ampwise.trace.call_site import code_owner
 
-__all__ = ["PythonState", "attributes_restored", "muted_output"]
+__all__ = ["PythonState", "attributes_restored", "generator_restorer", "muted_output"]
 
 # FSDP swaps gathered weights in and out of it, and keeps track of that itself.
 SKIPPED_ATTRIBUTE = "_parameters"
@@ -34,12 +34,12 @@ class PythonState:
     """The Python state that models and functions can reach, saved by ``note`` and restored by ``put_back``.
 
     Counters, lists, buffers, generators and variables of functions. Among objects of libraries only modules are
-    saved: others may be in use elsewhere. copies_arrays: False where they may be large data: they become read-only
-    until ``put_back``.
+    saved: others may be in use elsewhere. copies_arrays: False where they may be large data. freezes_others: arrays
+    that are not copied become read-only until ``put_back``.
     """
 
-    def __init__(self, *, copies_arrays: bool = True) -> None:
-        self._copies_arrays = copies_arrays
+    def __init__(self, *, copies_arrays: bool = True, freezes_others: bool = False) -> None:
+        self._copies_arrays, self._freezes_others = copies_arrays, freezes_others
         self._frozen: dict[int, Any] = {}  # arrays that were made read-only
         self._restores: dict[int, tuple[Any, list[Restorer]]] = {}
 
@@ -50,8 +50,8 @@ class PythonState:
             each = pending.popleft()
             if id(each) in self._restores:
                 continue
-            if not self._copies_arrays and _is_array(each):
-                if each.flags.writeable:
+            if _is_array(each) and not (self._copies_arrays and _is_saved(each)):
+                if self._freezes_others and each.flags.writeable:
                     each.flags.writeable = False
                     self._frozen[id(each)] = each
             elif _is_saved(each):
@@ -153,6 +153,13 @@ def _save(thing: Any) -> tuple[list[Restorer], Iterable[Any]]:
 
 def _generator_or_array_restorer(thing: Any) -> Restorer | None:
     """Return a function that restores a random generator or a numpy array; None for other objects."""
+    if _is_array(thing):
+        return partial(thing.__setitem__, ..., thing.copy()) if _is_from_numpy(thing) else None
+    return generator_restorer(thing)
+
+
+def generator_restorer(thing: Any) -> Restorer | None:
+    """Return a function that sets a random generator to its present state; None for other objects."""
     if isinstance(thing, torch.Generator):
         return partial(thing.set_state, thing.get_state())
     if isinstance(thing, random.Random):
@@ -161,9 +168,7 @@ def _generator_or_array_restorer(thing: Any) -> Restorer | None:
         return None
     if hasattr(thing, "bit_generator"):
         return partial(setattr, thing.bit_generator, "state", thing.bit_generator.state)
-    if hasattr(thing, "get_state"):
-        return partial(thing.set_state, thing.get_state())
-    return partial(thing.__setitem__, ..., thing.copy())
+    return partial(thing.set_state, thing.get_state())
 
 
 def _save_function(function: FunctionType) -> tuple[list[Restorer], Iterable[Any]]:

@@ -199,14 +199,18 @@ def _wider_format(failure: Failure, module: str) -> tuple[Remedy, ...]:
         ),
     )
     if module:
-        in_all_blocks = ".".join("*" if part.isdigit() else part for part in module.split("."))  # "blocks.*.mlp"
+        parts = module.split(".")
+        in_all_blocks = ".".join("*" if part.isdigit() else part for part in parts)  # "blocks.*.mlp"
+        if all(part.isdigit() for part in parts):  # every module would fit "*.*"
+            in_all_blocks = module
         return (*(_kept_in_fp32(failure, path) for path in dict.fromkeys((module, in_all_blocks))), bf16)
     fp32 = Remedy(
         change="precision",
         argument="fp32",
         what="the step in FP32",
         code=(
-            'engine = ampwise.Engine(model, optimizer, precision="fp32")  # this was tried; if one line is enough:\n'
+            'engine = ampwise.Engine(model, optimizer, precision="fp32")\n'
+            "# If one line is enough (not tried):\n"
             f'with torch.autocast("{failure.device}", enabled=False):\n    y = f(x.float())'
         ),
     )

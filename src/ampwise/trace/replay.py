@@ -65,7 +65,8 @@ class ReplaySettings:
 class OptimizerPast(NamedTuple):
     """Facts about an optimizer from before the step."""
 
-    made_at: CallSite = CallSite()  # or where its learning rate was set, if it has changed
+    made_at: CallSite = CallSite()
+    lr_set_at: CallSite = CallSite()  # the scheduler's place, or that of an assignment, if the rate has changed
     first_norm: float | None = None  # of its weights, before its first step
     norm: float | None = None  # the last that was finite
     lr: float | None = None  # of its last step
@@ -86,6 +87,7 @@ class ReplayStep:
     loss: float | None = None  # of the original step
     ran: bool = True  # it has run before, so its output has been printed already
     step: int | None = None
+    untrained: bool = False  # no step before it has changed the weights
     optimizers: Sequence[Optimizer] = ()
     pasts: Sequence[OptimizerPast] = ()  # of the optimizers
     others: Sequence[Module] = ()  # models that ran and are not in ``models``: a teacher
@@ -96,7 +98,14 @@ class ReplayStep:
     touched: Sequence[Any] = ()  # the user's function or objects, whose variables are to be restored
 
     def parameters(self) -> dict[str, Tensor]:
-        return self._named("named_parameters")
+        """Return the parameters of the models by name, and those that only the optimizers have."""
+        found = self._named("named_parameters")
+        known = set(map(id, found.values()))
+        for optimizer in self.optimizers:
+            every = [each for group in optimizer.param_groups for each in group["params"]]
+            loose = {f"parameter {number} of {type(optimizer).__name__}": each for number, each in enumerate(every, 1)}
+            found |= {name: each for name, each in loose.items() if id(each) not in known}
+        return found
 
     def buffers(self) -> dict[str, Tensor]:
         return self._named("named_buffers")

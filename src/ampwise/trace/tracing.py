@@ -21,6 +21,7 @@ from ampwise.trace.diagnosis import (
 )
 from ampwise.trace.module_paths import current_autocast
 from ampwise.trace.replay import Replay, ReplaySettings, ReplayStep, tensors_of
+from ampwise.trace.sample_draws import with_origin_in_loader
 
 __all__ = ["trace"]
 
@@ -94,7 +95,7 @@ def trace(function: Callable[..., Any], /, *args: Any, swallowed: bool = False, 
         taped = replay.taped(ReplaySettings(only_if_finite=True))
         failure = diagnose_recorded(replay, taped) or spoiled_weights(replay, taped)
         if failure is not None:
-            return findings_about(failure)
+            return findings_about(with_origin_in_loader(failure, batch))
         ops = taped.tape.ops
         went_back = taped.ended.gradients or any(op.phase != "forward" for op in ops)
         if not (taped.results or went_back or (returned is NoneType and ops)):  # there was nothing to check

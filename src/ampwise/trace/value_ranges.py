@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["ALWAYS_FINITE", "ValueRanges", "bytes_of", "has_storage", "local_shard", "readable_values"]
+__all__ = ["ALWAYS_FINITE", "ValueRanges", "bytes_of", "has_storage", "local_shard", "readable_values", "version_of"]
 
 ALWAYS_FINITE = -1  # the slot of tensors that are always finite: integers, empty tensors
 PLAIN = (Tensor, Parameter)
@@ -91,3 +91,7 @@ def readable_values(tensor: Tensor) -> Tensor | None:
     if not has_storage(tensor):
         return None
     return tensor.float() if tensor.element_size() == 1 else tensor
+
+
+def version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

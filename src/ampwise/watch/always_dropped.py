@@ -15,10 +15,12 @@ from torch.nn import functional
 
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import code_owner
+from ampwise.trace.names_in_code import call_name
 
 __all__ = ["functional_dropout", "random_position"]
 
 NAMES = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+MODULES = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout")
 WITH_TRAINING = 3  # positional arguments
 ATTENTION = "scaled_dot_product_attention"
 DROPOUT_P = 4  # its position among the arguments of attention
@@ -51,18 +53,28 @@ def functional_dropout(model: nn.Module) -> Iterator[tuple[CallSite, str]]:
         except (OSError, SyntaxError, TypeError):
             continue
         names = vars(inspect.getmodule(kind)) if inspect.getmodule(kind) is not None else {}
+        made = _made_in_forward(tree)
         for call in _unguarded_calls(tree):
             site = CallSite(file=file, line=first + call.lineno - 1, function=kind.__name__)
             given = {keyword.arg: keyword.value for keyword in call.keywords}
-            name = _functional_name(call.func, names)
+            name = call_name(call) if call in made else _functional_name(call.func, names)
             if name == ATTENTION:
                 share = given.get("dropout_p", call.args[DROPOUT_P] if len(call.args) > DROPOUT_P else None)
                 if any((_number(share, each) or 0) > 0 for each in instances):
                     yield site, f"`{name}` with `dropout_p={ast.unparse(share)}`, in {kind.__name__}"  # type: ignore[arg-type]
+            elif name in MODULES:
+                yield site, f"`{name}` is made in `forward`, always in training mode, in {kind.__name__}"
             elif name and len(call.args) < WITH_TRAINING and not given.keys() & {"training", None}:
                 share = given.get("p", call.args[1] if len(call.args) > 1 else None)
                 if any(_number(share, each) != 0 for each in instances):
                     yield site, f"`{name}` without `training=`, in {kind.__name__}"
+
+
+def _made_in_forward(tree: ast.AST) -> list[ast.Call]:
+    """Return the calls that make a dropout module and call it at once: ``nn.Dropout(0.5)(x)``."""
+    forward = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "forward"]
+    calls = [node.func for each in forward for node in ast.walk(each) if isinstance(node, ast.Call)]
+    return [each for each in calls if isinstance(each, ast.Call) and call_name(each) in MODULES]
 
 
 def _unguarded_calls(tree: ast.AST) -> Iterator[ast.Call]:

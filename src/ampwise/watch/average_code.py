@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from ampwise.finding.call_site import CallSite
+from ampwise.trace.call_site import says
 from ampwise.trace.names_in_code import FUNCTIONS, bound_names, call_name, nodes_of, root_name, tree_of
 
 __all__ = ["average_made_at", "dropped_updates", "is_only_updated", "made_by_class_at", "never_updated"]
@@ -240,10 +241,9 @@ def _updating(part: ast.AST, name: str) -> Iterator[ast.AST]:
 def never_updated(site: CallSite, files: Sequence[str]) -> bool:
     """Whether no line may update the average that a line makes: an object of a class of the script's own."""
     name = _name_made_at(site)
-    trees = [tree for file in files if (tree := tree_of(file)) is not None]
     if name is None or any(isinstance(each, ast.ClassDef) for each in _around(site)):
         return False
-    for tree in trees:
+    for tree in filter(None, (tree_of(file) for file in files if says(file, name))):
         receivers = {id(node.value): node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         for load in _loads(tree, name):
             if id(load) not in receivers or UPDATES.search(receivers[id(load)]):

@@ -31,6 +31,7 @@ from ampwise.watch.gradients import ReadStep, are_finite_on_host
 from ampwise.watch.inspection import parameters_of, unwrapped
 from ampwise.watch.loss_code import only_assignment_of
 from ampwise.watch.model_calls import KeptLoss, ModelCall, ModelCalls
+from ampwise.watch.outside_values import OutsideValues
 from ampwise.watch.step_replay import StepToReplay, frame_of, replay_step
 from ampwise.watch.tracked import TrackedOptimizer
 from ampwise.watch.tracker import CallTracker
@@ -77,6 +78,7 @@ class BadStepWatch:
         self._norms = WeightNorms()  # of its weights
         self._explained: set[int] = set()  # optimizers with a step that was explained
         self.draws = BatchDraws()
+        self._outside = OutsideValues()
         self.after_model = False  # a bad step was replayed, and its models are finite
         self.sentences: dict[str, None] = {}  # on steps that were not replayed; in order, each once
 
@@ -124,7 +126,9 @@ class BadStepWatch:
                 self._keep_update(frame_of(kept), kept, gradients)
 
     def gradients_unusable(self, optimizer: Any, state: TrackedOptimizer) -> None:
-        """Explain gradients that the script drops, or that made a call fail, if they are not finite. Syncs."""
+        """Explain gradients that the script drops or replaces, or that failed a call, if they are not finite. Syncs."""
+        if (state.index, state.steps + 1) in self._replayed:
+            return
         fresh = [kept for kept in self._calls.losses if _trains(kept, state) and self._calls.is_fresh(kept)]
         if fresh and not all(is_finite(each.grad) for each in parameters_of(optimizer) if each.grad is not None):
             losses = [each.loss for each in state.pending if each.loss is not None]
@@ -235,7 +239,8 @@ class BadStepWatch:
         if not weights or state.poisoned or (state.first_norm is not None and not weights[0].is_cpu):
             return
         with torch.no_grad():
-            norm = torch.stack([each.to(weights[0].device).float() for each in torch._foreach_norm(weights)]).norm()
+            norms = torch._foreach_norm([each.double() if each.is_cpu else each for each in weights])
+            norm = torch.stack([each.to(weights[0].device).double() for each in norms]).norm()
         state.first_norm = norm if state.first_norm is None else state.first_norm
         if norm.is_cpu and norm.isfinite():
             state.norm = norm
@@ -244,9 +249,14 @@ class BadStepWatch:
         """Return what is known of an optimizer from before the step. Syncs."""
         self.note_norm(optimizer, state)
         changed = state.lr is not None and state.lr != state.first_lr
-        set_at = (only_assignment_of("lr", state.made_at.file) if changed else None) or state.made_at
+        first_lr = optimizer.param_groups[0].get("initial_lr", state.first_lr) if optimizer.param_groups else None
+        set_at = None
+        if changed and state.scheduled_at is not None and isinstance(first_lr, int | float):
+            set_at = state.scheduled_at if state.lr is not None and state.lr > first_lr else None
+        elif changed:
+            set_at = only_assignment_of("lr", state.made_at.file)
         first, now = (None if each is None else float(each) for each in (state.first_norm, state.norm))
-        return OptimizerPast(made_at=set_at, first_norm=first, norm=now, lr=state.lr)
+        return OptimizerPast(state.made_at, lr_set_at=set_at or state.made_at, first_norm=first, norm=now, lr=state.lr)
 
     # Replays
 
@@ -272,8 +282,10 @@ class BadStepWatch:
         if self._is_explained(fresh, step):
             return True
         try:
+            scalers = tuple(scaler for scaler, _ in self._tracker.scalers.pairs() if scaler.is_enabled())
+            step = replace(step, draws=self.draws, outside=self._outside, usual=self._calls.usual, scalers=scalers)
             with self._untimed(), self._tracker.follows.paused():
-                result = replay_step(fresh, losses, replace(step, draws=self.draws, usual=self._calls.usual))
+                result = replay_step(fresh, losses, step)
         except Exception as error:  # perhaps the model's own
             self._failed(error)
             what = ": ".join(each for each in (type(error).__name__, str(error).rstrip(".")) if each)

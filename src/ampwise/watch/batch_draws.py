@@ -6,85 +6,74 @@ can be drawn from again. The script must not notice: see ``observe``.
 
 from __future__ import annotations
 
-import sys
 import time
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from io import IOBase
-from logging import Logger
-from types import FunctionType, ModuleType
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset, dataloader, default_collate
+from torch.utils.data import dataloader
 
-from ampwise.trace.call_arguments import outer_variables
-from ampwise.trace.call_site import code_owner, own_files
-from ampwise.trace.diagnosis import NAMED_SAMPLES
+from ampwise.trace.batch_origin import GUARD
+from ampwise.trace.call_site import own_files
 from ampwise.trace.failure import Failure
 from ampwise.trace.failure_facts import BadTensor, DataOrigin
+from ampwise.trace.numpy_errors import KINDS
 from ampwise.trace.op_inspection import values_of
-from ampwise.trace.value_ranges import bytes_of, readable_values
-from ampwise.watch.batch_origin import GUARD, Observation
-from ampwise.watch.inspection import version_of
-from ampwise.watch.numpy_errors import KINDS, NumpyWarnings, is_bad
+from ampwise.trace.python_state import generator_restorer
+from ampwise.trace.sample_draws import DrawnBatch, Path, draw_again, generators_of, is_safe_to_draw, note_floats
+from ampwise.trace.value_ranges import readable_values, version_of
+from ampwise.train.random_state import HostRandomUse, restore_random
+from ampwise.watch.numpy_warnings import NumpyWarnings
 from ampwise.watch.patches import Patches
 from ampwise.watch.spread_division import with_spread_division
 
-__all__ = ["BatchDraws", "is_safe_to_draw"]
+__all__ = ["BatchDraws"]
 
 MOST = 8  # batches to keep
 MOST_BYTES = 2**28  # of their tensors: they stay in memory a little longer
-MOST_DEPTH = 5
-MOST_PARTS = 1000  # of a list in a batch, which may be strings
 MOST_DRAWS = 2  # in a run
-MOST_SECONDS = 10.0  # to draw samples
-FEW_SAMPLES = 3  # bad samples of a batch to draw
-MOST_OBJECTS = 1000  # of a dataset, in which to look for open iterators
 SORTED = 2**22  # values
+CPU = torch.device("cpu")
+BY_NUMPY = "numpy computed an invalid value"
 
-Path = tuple[Any, ...]
 
+class _Asked:
+    """Batches that a loader was asked for and has not returned yet."""
 
-@dataclass(slots=True, eq=False)
-class DrawnBatch:
-    """A batch that a DataLoader has returned."""
+    def __init__(self, iterator: Any) -> None:
+        self._draws_here = not iterator._num_workers
+        self._generators = generators_of(iterator._dataset, iterator._collate_fn) if self._draws_here else []
+        self._host = HostRandomUse()
+        self._pending: deque[tuple[Any, dict[str, Any], list[Callable[[], Any]], float]] = deque()
 
-    dataset: Any
-    collate: Callable[[Any], Any]
-    index: Any  # of its samples in the dataset: a list, or one index where the loader does not batch
-    is_batched: bool
-    tensors: list[tuple[Path, Tensor, int]]  # floating-point tensors with their versions
-    bytes: int
+    def add(self, index: Any) -> None:
+        """Note the samples of the next batch, and the random numbers that they will be drawn with."""
+        state = self._host.begin(CPU) if self._draws_here else {}
+        restores = [each for each in map(generator_restorer, self._generators) if each is not None]
+        self._pending.append((index, state, restores, time.monotonic()))
 
-    @property
-    def indices(self) -> list[Any]:
-        return list(self.index) if self.is_batched else [self.index]
-
-    def fetch(self, indices: Sequence[Any]) -> list[Any]:
-        """Return these samples, as torch's fetcher does."""
-        if self.is_batched and getattr(self.dataset, "__getitems__", None):
-            return list(self.dataset.__getitems__(list(indices)))
-        return [self.dataset[index] for index in indices]
-
-    def collated(self, samples: list[Any]) -> Any:
-        return self.collate(samples if self.is_batched else samples[0])
-
-    @property
-    def collates_by_default(self) -> bool:
-        return self.collate is default_collate
+    def take(self) -> tuple[Any, Sequence[Callable[[], Any]], float] | None:
+        """Return the samples of the next batch, functions that restore its random numbers, and the seconds it took."""
+        if not self._pending:
+            return None
+        index, state, restores, began = self._pending.popleft()
+        if state:
+            self._host.end(state)
+            restores.append(partial(restore_random, state, CPU))
+        return index, restores, time.monotonic() - began
 
 
 class BatchDraws:
     """The last batches of DataLoaders in this process, and what drawing a bad one again has shown."""
 
     def __init__(self) -> None:
-        self._asked: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()  # indices, by iterator
+        self._asked: WeakKeyDictionary[Any, _Asked] = WeakKeyDictionary()  # by iterator
         self._batches: deque[DrawnBatch] = deque()
         self._known: dict[tuple[int, Path], DataOrigin] = {}  # by dataset and tensor
         self._draws = 0
@@ -106,31 +95,34 @@ class BatchDraws:
 
     def index_taken(self, original: Callable[..., Any], iterator: Any) -> Any:
         if iterator._num_yielded == 0 and getattr(iterator, "_send_idx", 0) == 0:
-            self._asked[iterator] = deque()  # an iterator of persistent workers begins again
+            self._asked[iterator] = _Asked(iterator)  # an iterator of persistent workers begins again
         index = original(iterator)
         asked = self._asked.get(iterator)
         if asked is not None:
-            asked.append(index)
+            asked.add(index)
         return index
 
     def batch_returned(self, iterator: Any, batch: Any) -> None:
         """Keep what ``__next__`` has returned; None if it failed."""
         asked = self._asked.get(iterator)
-        index = asked.popleft() if asked else None
-        if index is not None:
+        taken = None if asked is None else asked.take()
+        if taken is not None:
             try:
-                self._keep(iterator, index, batch)
+                self._keep(iterator, *taken, batch)
             except Exception:  # from a class of the script's own
                 self._batches.clear()
 
-    def _keep(self, iterator: Any, index: Any, data: Any) -> None:
+    def _keep(
+        self, iterator: Any, index: Any, restores: Sequence[Callable[[], Any]], seconds: float, data: Any
+    ) -> None:
         is_map = iterator._dataset_kind == dataloader._DatasetKind.Map
         if not is_map or not getattr(iterator, "_in_order", True):
             return
         tensors: list[tuple[Path, Tensor, int]] = []
-        size = _note_floats(data, (), tensors)
-        batches, dataset = self._batches, iterator._dataset
-        batches.append(DrawnBatch(dataset, iterator._collate_fn, index, iterator._auto_collation, tensors, size))
+        size = note_floats(data, (), tensors)
+        batches, from_dataset = self._batches, (iterator._dataset, iterator._collate_fn)
+        drawn = DrawnBatch(*from_dataset, index, iterator._auto_collation, tensors, size, restores, seconds)
+        batches.append(drawn)
         # Shared memory of worker processes may be scarce.
         most = 1 if iterator._num_workers and not iterator._pin_memory else MOST
         while len(batches) > most or (len(batches) > 1 and sum([each.bytes for each in batches]) > MOST_BYTES):
@@ -144,8 +136,13 @@ class BatchDraws:
         batch: the tensors of the step by name.
         """
         source = failure.source
-        if source is None or source.what not in ("batch", "other"):
+        if source is None:
             return failure
+        if source.what not in ("batch", "other"):
+            if failure.step != 1 or len(self._numpy.sites) != 1:
+                return failure
+            (site,) = self._numpy.sites  # before the first step
+            return failure.but(source=replace(source, made_at=site, made_by=BY_NUMPY))
         drawn = None
         with suppress(Exception, SystemExit):
             drawn = self._origin(source, batch.get(source.name))
@@ -161,6 +158,19 @@ class BatchDraws:
             drawn = replace(drawn, how="computed", cause=cause, fix=GUARD, site=site)
         return failure if drawn is None else failure.but(source=replace(source, drawn=drawn))
 
+    def origin_of(self, tensor: Tensor) -> DataOrigin | None:
+        """Return where a bad tensor came from, if a loader has given it."""
+        return self._origin(BadTensor(what="batch", values=values_of(tensor)), tensor) if self else None
+
+    def dataset_of(self, tensor: Tensor) -> Any:
+        """Return the dataset that a loader has drawn a bad tensor from; None if no loader has."""
+        source = BadTensor(what="batch", values=values_of(tensor))
+        for batch in reversed(self._batches):
+            for _, given, version in batch.tensors:
+                if version_of(given) == version and _is_same(given, tensor, source):
+                    return batch.dataset
+        return None
+
     def _origin(self, source: BadTensor, tensor: Tensor | None) -> DataOrigin | None:
         for batch in reversed(self._batches):
             for path, given, version in batch.tensors:
@@ -171,66 +181,12 @@ class BatchDraws:
                     return self._known.get(key)
                 self._draws += 1
                 if is_safe_to_draw(batch.dataset, batch.collate):
-                    found = _draw(batch, path, given)
+                    found = draw_again(batch, path, given)
                     if found is not None:
                         self._known[key] = found
                         return found
                 return None
         return None
-
-
-def _draw(batch: DrawnBatch, path: Path, bad: Tensor) -> DataOrigin | None:
-    """Draw the bad samples of a batch again; None if they are finite now."""
-    indices, values = batch.indices, readable_values(bad)
-    rows: list[int] = []
-    if batch.is_batched and values is not None and values.dim() and len(values) == len(indices):
-        rows = values.isfinite().logical_not().reshape(len(values), -1).any(-1).nonzero().flatten().tolist()
-    few = rows[:FEW_SAMPLES] or list(range(len(indices)))
-    with Observation([batch.dataset, batch.collate]) as seen:
-        began = time.monotonic()
-        samples = dict(zip(few[:1], seen.run(lambda: batch.fetch([indices[few[0]]])), strict=True))
-        seconds = time.monotonic() - began
-
-        def draw(rows: Sequence[int]) -> Tensor | None:
-            """Return what a batch of these samples has there; None if they take too long."""
-            missing = [row for row in rows if row not in samples]
-            if len(missing) * seconds > MOST_SECONDS:
-                return None
-            if missing:
-                drawn = seen.run(lambda: batch.fetch([indices[row] for row in missing]))
-                samples.update(zip(missing, drawn, strict=True))
-            collated = seen.run(lambda: batch.collated([samples[row] for row in rows]), collates=True)
-            return _at(collated, path)
-
-        value = None
-        with suppress(Exception):  # a custom function may need the whole batch
-            value = draw(few)
-        whole = (value is None or not is_bad(value)) and not batch.collates_by_default
-        if whole:
-            value = draw(range(len(indices)))
-        if value is None or not is_bad(value):
-            return None
-        order = list(range(len(indices))) if whole else few
-        first = next((row for row in few if len(value) == len(order) and is_bad(value[order.index(row)])), few[0])
-        if not rows:  # the samples cannot be told apart in the batch
-            first = next((row for row in order if is_bad(samples[row])), first)
-        dataset, index = _without_subsets(batch.dataset, indices[first])
-        found = seen.origin_of(value, dataset, index, samples[first], path, batch.collate)
-    named = [_without_subsets(batch.dataset, indices[row])[1] for row in rows[:NAMED_SAMPLES]]
-    return replace(found, indices=tuple(map(repr, named)))
-
-
-def _without_subsets(dataset: Any, index: Any) -> tuple[Any, Any]:
-    """Return the dataset inside of torch's subsets and concatenations, and the index there."""
-    if isinstance(index, Tensor):
-        index = index.item()
-    while isinstance(dataset, Subset | ConcatDataset):
-        if isinstance(dataset, Subset):
-            dataset, index = dataset.dataset, dataset.indices[index]
-        else:
-            number = bisect_right(dataset.cumulative_sizes, index)
-            dataset, index = dataset.datasets[number], index - [0, *dataset.cumulative_sizes][number]
-    return dataset, index
 
 
 def _is_same(given: Tensor, tensor: Tensor | None, source: BadTensor) -> bool:
@@ -252,52 +208,3 @@ def _is_same(given: Tensor, tensor: Tensor | None, source: BadTensor) -> bool:
     if one.numel() <= SORTED and given.shape != tensor.shape:
         one, other = one.sort().values, other.sort().values
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def _note_floats(value: Any, path: Path, found: list[tuple[Path, Tensor, int]]) -> int:
-    """Add the floating-point tensors in a batch, each with the keys that lead to it. Return their bytes."""
-    if isinstance(value, Tensor):
-        if not value.is_floating_point():
-            return 0
-        found.append((path, value, version_of(value)))
-        return bytes_of(value)
-    pairs: Any = ()
-    if len(path) < MOST_DEPTH:
-        if isinstance(value, list | tuple):
-            pairs = enumerate(value) if len(value) <= MOST_PARTS else ()
-        elif isinstance(value, Mapping):
-            pairs = value.items()
-    size = 0
-    for key, each in pairs:
-        size += _note_floats(each, (*path, key), found)
-    return size
-
-
-def _at(value: Any, path: Path) -> Tensor | None:
-    for key in path:
-        value = value[key]
-    return value if isinstance(value, Tensor) else None
-
-
-def is_safe_to_draw(dataset: Any, collate: Any) -> bool:
-    """Return whether drawing from a dataset advances no iterator, open file or queue that the script reads.
-
-    They are looked for among the attributes of both, and the variables that their functions use.
-    """
-    seen: set[int] = set()
-    pending = [dataset, collate, *(each for kind in type(dataset).__mro__ for each in vars(kind).values())]
-    while pending and len(seen) < MOST_OBJECTS:
-        each = pending.pop(0)
-        if id(each) in seen or any(each is stream for stream in (sys.stdout, sys.stderr)):
-            continue
-        seen.add(id(each))
-        if isinstance(each, Iterator | IOBase) or hasattr(type(each), "get_nowait"):
-            return False
-        if isinstance(each, list | tuple | dict | set):
-            inner = list(each.values() if isinstance(each, dict) else each) if len(each) <= MOST_OBJECTS else []
-            pending += inner
-        elif isinstance(each, FunctionType):
-            pending += list(outer_variables(each).values()) if code_owner(each.__code__.co_filename) == "own" else []
-        elif hasattr(each, "__dict__") and not isinstance(each, type | ModuleType | Tensor | Logger):
-            pending += list(vars(each).values())
-    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -32,6 +32,7 @@ __all__ = [
     "loss_of",
     "needs_its_place",
     "slice_of",
+    "statements_setting",
     "way_to",
 ]
 
@@ -180,6 +181,63 @@ def slice_of(
         iterates=frozenset(map(call_name, ast.walk(iterated))) - {""} if iterated is not None else frozenset(),
         rebound=frozenset(names.intersection(set().union(*(bound_names(each, own) for each in body)))),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Statements that set what an expression reads, from the beginning of a function on."""
+
+    body: list[ast.stmt]
+    names: frozenset[str]  # whose values they begin with
+    rebound: frozenset[str]  # those of them that they set: the first values are gone
+
+
+def statements_setting(
+    way: Sequence[ast.AST], wanted: ast.expr, own: str | None, at_hand: frozenset[str]
+) -> Setting | None:
+    """Return the statements before a call that set what an expression reads; None if they cannot run elsewhere.
+
+    way: to the call, from the whole file on; only the file, if all of it has run. own, at_hand: see ``slice_of``.
+    """
+    function = max([-1, *(n for n, node in enumerate(way) if isinstance(node, (*FUNCTIONS, ast.Lambda)))])
+    inside = list(way[function + 1 if function >= 0 else 1 :])
+    root = way[max(function, 0)]
+    cls = next((node for node in reversed(way) if isinstance(node, ast.ClassDef)), None)
+    reader = _Reader(own, 0, {} if own is None or cls is None else _attributes_set(cls), at_hand)
+    needed: set[str] = set()
+    reader.need(free_names(wanted, own), needed)
+    if own is not None and isinstance(wanted, ast.Attribute):
+        needed.add(f"{own}.{wanted.attr}")
+    chain = [node for node in inside if isinstance(node, ast.stmt)]
+    body: list[ast.stmt] = []
+    from_loops: set[str] = set()  # names that a loop around the call has set
+    for outer, inner in zip(reversed([root, *chain[:-1]]), reversed(chain), strict=True) if chain else ():
+        block = next((block for block in blocks_of(outer) if inner in block), [])
+        body = [*reader.needed_of(block[: block.index(inner)] if block else [], needed), *body]
+        if isinstance(outer, ast.With | ast.AsyncWith) and outer is not root:
+            body = reader.entered(outer, body, needed) if body else body
+        if isinstance(outer, ast.For | ast.AsyncFor) and outer is not root:
+            from_loops |= needed & bound_names(outer.target, own)
+            needed -= from_loops
+    if not chain:  # a module that has run
+        body = reader.needed_of([each for each in getattr(root, "body", ()) if not _is_main(each)], needed)
+    module = ast.Module(body=body, type_ignores=[])
+    if any(isinstance(node, NEEDS_ITS_FUNCTION) or _needs_its_class(node) for node in _outside_functions(module)):
+        return None
+    names = frozenset(needed | reader.taken | from_loops)
+    return Setting(body, names, names & set().union(*(bound_names(each, own) for each in body)))
+
+
+def _is_main(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+
+
+def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a piece of code without those of the functions that it defines."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (*FUNCTIONS, ast.Lambda, ast.ClassDef)):
+            yield from _outside_functions(child)
 
 
 def _item_of(loop: ast.AST) -> tuple[ast.expr | None, ast.expr | None]:

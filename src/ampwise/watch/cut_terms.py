@@ -23,7 +23,7 @@ from ampwise.trace.names_in_code import DEFINITIONS, FUNCTIONS, bound_names, cal
 from ampwise.watch.code_slice import loss_of, way_to
 from ampwise.watch.learning import CountedCalls, Learning
 
-__all__ = ["note_cut_term"]
+__all__ = ["MOST_NAMES", "Scope", "note_cut_term", "scope_of", "value_of"]
 
 MAKERS = ("tensor", "Tensor", "FloatTensor", "as_tensor")
 SUMS = ("sum", "mean")
@@ -40,12 +40,13 @@ class _Assignment(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Scope:
+class Scope:
     """The loss that a call gets, and what its function assigns."""
 
     loss: ast.expr
     assigned: dict[str, list[_Assignment]] = field(default_factory=dict)
     unclear: set[str] = field(default_factory=set)  # names that are also bound otherwise, such as by a loop
+    copies: bool = False  # the function copies values into new tensors
 
     def of(self, name: str) -> list[_Assignment]:
         """Return the assignments that make a name: one, and additions to it."""
@@ -57,8 +58,8 @@ def note_cut_term(frame: FrameType | None, facts: Learning, step: int) -> None:
     """Note the line of ``torch.tensor`` where a term of the loss that is differentiated now has lost its graph."""
     while frame is not None and code_owner(frame.f_code.co_filename) != "own":
         frame = frame.f_back
-    scope = None if frame is None else _scope_of(frame.f_code, frame.f_lasti)
-    if frame is None or scope is None:
+    scope = None if frame is None else scope_of(frame.f_code, frame.f_lasti)
+    if frame is None or scope is None or not scope.copies:
         return
     values = frame.f_locals if frame.f_locals is frame.f_globals else {**frame.f_globals, **frame.f_locals}
     maker = _Terms(scope, values).cut(scope.loss)
@@ -69,8 +70,8 @@ def note_cut_term(frame: FrameType | None, facts: Learning, step: int) -> None:
 
 
 @lru_cache(maxsize=256)
-def _scope_of(code: CodeType, instruction: int) -> _Scope | None:
-    """Return the loss that a call differentiates; None if its function copies no values."""
+def scope_of(code: CodeType, instruction: int) -> Scope | None:
+    """Return the loss that a call differentiates, and what its function assigns."""
     tree = tree_of(code.co_filename)
     position = next(islice(code.co_positions(), instruction // 2, None), (None,))
     way = None if tree is None or None in position else way_to(tree, position)
@@ -78,9 +79,8 @@ def _scope_of(code: CodeType, instruction: int) -> _Scope | None:
     if not way or loss is None:
         return None
     root = next(each for each in reversed(way) if isinstance(each, (*FUNCTIONS, ast.Module)))
-    found = _Scope(loss)
-    if not any(isinstance(each, ast.Call) and call_name(each) in MAKERS for each in ast.walk(root)):
-        return None
+    found = Scope(loss)
+    found.copies = any(isinstance(each, ast.Call) and call_name(each) in MAKERS for each in ast.walk(root))
     for statement, quiet in chain.from_iterable(_statements(each, quiet=False) for each in root.body):
         target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
         adds = isinstance(statement, ast.AugAssign)
@@ -115,7 +115,7 @@ def _statements(statement: ast.stmt, *, quiet: bool) -> Iterator[tuple[ast.AST, 
 class _Terms:
     """The terms of a loss, with the values of the variables in them."""
 
-    def __init__(self, scope: _Scope, values: Mapping[str, Any]) -> None:
+    def __init__(self, scope: Scope, values: Mapping[str, Any]) -> None:
         self._scope, self._values = scope, values
         self._left = MOST_NAMES
 
@@ -144,12 +144,12 @@ class _Terms:
         return None
 
     def _is_number(self, term: ast.expr) -> bool:
-        return isinstance(_value(term, self._values), int | float)
+        return isinstance(value_of(term, self._values), int | float)
 
     def _is_free(self, term: ast.expr) -> bool:
         """Whether a term has no graph: none of what it is computed from has one."""
         if isinstance(term, ast.Name | ast.Attribute | ast.Subscript | ast.Constant):
-            value = _value(term, self._values)
+            value = value_of(term, self._values)
             return not value.requires_grad if isinstance(value, Tensor) else isinstance(value, int | float)
         if isinstance(term, ast.UnaryOp):
             return self._is_free(term.operand)
@@ -196,7 +196,7 @@ def _carries_graph(given: ast.expr, values: Mapping[str, Any]) -> bool:
         return any(_carries_graph(each, values) for each in given.elts)
     if isinstance(given, ast.ListComp) and len(given.generators) == 1:
         part = given.generators[0]
-        items = _value(part.iter, values)
+        items = value_of(part.iter, values)
         if not isinstance(items, list | tuple | deque):
             return False
         return any(
@@ -205,7 +205,7 @@ def _carries_graph(given: ast.expr, values: Mapping[str, Any]) -> bool:
     if isinstance(given, ast.Call) and call_name(given) in ("item", "float"):
         read = given.func.value if isinstance(given.func, ast.Attribute) else next(iter(given.args), None)
         return read is not None and _carries_graph(read, values)
-    value = _value(given, values)
+    value = value_of(given, values)
     every = islice(value, MOST_ITEMS) if isinstance(value, list | tuple | deque) else [value]
     return any(isinstance(each, Tensor) and each.grad_fn is not None for each in every)
 
@@ -219,19 +219,19 @@ def _bound(target: ast.expr, item: Any) -> dict[str, Any]:
     return dict(zip(names, item, strict=True)) if isinstance(item, tuple | list) and len(item) == len(names) else {}
 
 
-def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
+def value_of(node: ast.expr, values: Mapping[str, Any]) -> Any:
     """Return the value of a name, an attribute or an item, without running code of the script; else UNKNOWN."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
         return values.get(node.id, UNKNOWN)
     if isinstance(node, ast.Attribute):
-        holder = _value(node.value, values)
+        holder = value_of(node.value, values)
         if isinstance(holder, tuple) and node.attr in getattr(holder, "_fields", ()):
             return getattr(holder, node.attr)
         return getattr(holder, "__dict__", {}).get(node.attr, UNKNOWN)
     if isinstance(node, ast.Subscript):
-        holder, key = _value(node.value, values), _value(node.slice, values)
+        holder, key = value_of(node.value, values), value_of(node.slice, values)
         if type(holder) in (list, tuple) and isinstance(key, int) and -len(holder) <= key < len(holder):
             return holder[key]
         return holder.get(key, UNKNOWN) if type(holder) is dict and isinstance(key, str | int) else UNKNOWN

@@ -22,6 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import checkpoint
 from torch.utils.data import dataloader
 
 from ampwise.trace.call_site import calling_site, code_owner
@@ -87,6 +88,8 @@ class EntryPoints:
         self._follow(swa_utils.AveragedModel, "__init__", self.averaged_model_init, claims=False)
         self._follow(swa_utils.AveragedModel, "update_parameters", self.average, claims=False)
         self._follow(torch, "set_default_dtype", self.set_default_dtype, claims=False)
+        self._follow(torch, "manual_seed", self.set_seed, claims=False)
+        self._follow(checkpoint, "check_backward_validity", self.checkpoint_begins, claims=False)
         for kind, name, watched in watched_calls:
             self._follow(kind, name, watched, claims=False)
         self._hooks = [
@@ -218,7 +221,13 @@ class EntryPoints:
 
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             found = original(outputs, inputs, *args, **kwargs)
-            if torch.compiler.is_compiling() or kwargs.get("create_graph") or not follows():
+            if torch.compiler.is_compiling() or not follows():
+                return found
+            with_graph = bool(kwargs.get("create_graph") or any(args[2:3]))
+            if not self._skipper.on:
+                with self._guard:
+                    self._watch.learning.differentiated(outputs, inputs, with_graph=with_graph)
+            if with_graph:
                 return found
             loss = outputs if isinstance(outputs, Tensor) else outputs[0] if len(outputs) == 1 else None
             every = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
@@ -454,6 +463,7 @@ class EntryPoints:
             self._watch.saved_states.loaded(model, args[0] if args else kwargs.get("state_dict"))
         result = original(model, *args, **kwargs)
         with self._guard:
+            self._watch.learning.state_loaded(model, result)
             for health in self._watch.healths.values():  # a target network, perhaps, on which losses depend
                 health.losses.restart()
             self._watch.learning.loaded(model)
@@ -481,6 +491,21 @@ class EntryPoints:
         with self._guard:
             self._watch.averages.converted(model)
             self._watch.casts.converted(wide)
+        return result
+
+    def set_seed(self, original: Function, seed: Any) -> Any:
+        generator = original(seed)
+        with self._guard:
+            if self._watch.seeds.seeded(calling_site(), seed, self._tracker.steps) and self._skipper.on:
+                self.follow_again()
+        return generator
+
+    def checkpoint_begins(self, original: Function, inputs: Any) -> Any:
+        """Note an activation checkpoint of the old kind whose inputs need no gradient: it gives none to its weights."""
+        result = original(inputs)
+        with self._guard:
+            if not any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
+                self._watch.learning.checkpoint_cuts(sys._getframe(1), training=self._watch.calls.is_running)
         return result
 
     def copy_parameter(self, original: Function, parameter: Any, memo: Any) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ampwise.finding.call_site import CallSite
+from ampwise.trace.call_site import says
 from ampwise.trace.names_in_code import (
     BUILTINS,
     FUNCTIONS,
@@ -60,7 +61,7 @@ def is_misspelled(name: str) -> bool:
 def attribute_set_at(name: str, files: tuple[str, ...]) -> CallSite | None:
     """Return the first line that sets an attribute of this name to False; None if the script reads it anywhere."""
     found: list[CallSite] = []
-    for file in files:
+    for file in (each for each in files if says(each, name)):
         for node in nodes_of(file):
             if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load):
                 return None
@@ -78,7 +79,7 @@ def module_frozen_at(name: str, files: tuple[str, ...]) -> CallSite | None:
     None if a module may have such a flag of its own.
     """
     found: dict[bool, list[CallSite]] = {True: [], False: []}  # by whether the line has the name
-    for file in files:
+    for file in (each for each in files if says(each, "requires_grad")):
         nodes = list(nodes_of(file))
         over = {id(node): each for each in nodes if isinstance(each, ast.For) for node in ast.walk(each)}
         for node in nodes:

@@ -25,7 +25,7 @@ from ampwise.watch.freezing_code import (
     says_frozen,
 )
 from ampwise.watch.learning import HeldFrozen, IdleFreeze, Learning, OptimizerUse
-from ampwise.watch.learning_watch import SampledValues, is_plain
+from ampwise.watch.sampled_values import SampledValues, is_plain
 from ampwise.watch.stale_buffers import StaleBuffers
 
 __all__ = ["FrozenParts"]
@@ -64,6 +64,7 @@ class FrozenParts:
     def __init__(self, facts: Learning) -> None:
         self._facts = facts
         self._loops: dict[tuple[CodeType, int], _Loop] = {}
+        self._functions: dict[CodeType, list[_Loop]] = {}  # the same, by function
         self._set: list[tuple[weakref.ref[nn.Module], CallSite, str]] = []  # modules, and what is to freeze them
         self._made: list[tuple[weakref.ref[Tensor], CallSite]] = []  # embeddings that are frozen by default
         self._buffers = StaleBuffers(facts)
@@ -90,6 +91,7 @@ class FrozenParts:
                 return
             site = CallSite(file=frame.f_code.co_filename, line=frame.f_lineno, function=frame.f_code.co_name)
             known = self._loops[key] = _Loop(site)
+            self._functions.setdefault(frame.f_code, []).append(known)
             for idle in idle_freezes(frame.f_code.co_filename, frame.f_lineno):
                 for name in idle.settings:
                     known.settings[name] = frame.f_locals.get(name, frame.f_globals.get(name))
@@ -100,6 +102,11 @@ class FrozenParts:
     def asking_lines(self) -> list[CallSite]:
         """Return the lines that asked modules for their parameters."""
         return [each.site for each in self._loops.values()]
+
+    def frozen_at(self, parameter: Tensor) -> CallSite | None:
+        """Return the statement that freezes a parameter in a loop over those of its module; None if there is none."""
+        lines = [each.site for each in self._loops.values() if _has(each.modules, parameter)]
+        return next((site for each in lines if (site := freezes_at(each.file or "", each.line or 0))), None)
 
     def parameter_made(self, parameter: Tensor) -> None:
         """Note a frozen parameter that ``from_pretrained`` of torch's embeddings makes."""
@@ -129,9 +136,7 @@ class FrozenParts:
                 self._judge_loop(loop, named, parameters)
         if use.followed == FIRST_LOOK:
             self._judge_misspelled(parameters, models, named)
-        for loop in self._loops.values():
-            if len(loop.modules) > 1:
-                self._buffers.look(loop.site, [each() for each in loop.modules], set(named), use.followed)
+        self._look_at_averages(set(named), use.followed)
         for made, site in self._made:
             if (parameter := made()) is not None and id(parameter) in named:
                 self._note_held(use, site, parameter, named[id(parameter)], "`from_pretrained` freezes it by default")
@@ -140,6 +145,15 @@ class FrozenParts:
                 self._note_held(use, use.made_at, each, named[id(each)], "a plain tensor needs no gradient by default")
             if each.grad is not None and (not each.requires_grad or id(each) in self._moved):
                 self._note_moved(each, named[id(each)])
+
+    def _look_at_averages(self, held: set[int], step: int) -> None:
+        """Look at modules whose parameters a line reads or, if all of its lines read one each, a function."""
+        for code, loops in self._functions.items():
+            together = [each for each in loops if len(each.modules) > 1]
+            for each in together:
+                self._buffers.look(each.site, [(each.site, each.modules)], held, step)
+            if len(loops) > 1 and not together:
+                self._buffers.look(code, [(each.site, each.modules) for each in loops], held, step)
 
     def _note_held(self, use: OptimizerUse, site: CallSite, parameter: Tensor, name: str, why: str) -> None:
         key = (site, name)
@@ -160,8 +174,7 @@ class FrozenParts:
             and before.ref() is parameter
             and before.gradient == (id(gradient), left and gradient._version)
         ):
-            lines = [each.site for each in self._loops.values() if _has(each.modules, parameter)]
-            frozen_at = next((site for each in lines if (site := freezes_at(each.file or "", each.line or 0))), None)
+            frozen_at = self.frozen_at(parameter)
             if frozen_at is not None and bool(before.values.changed().read()[0]):
                 what = "an old gradient" if left else "a gradient of zeros (`zero_grad(set_to_none=False)`)"
                 why = f"steps go on with {what}, momentum and weight decay, as the optimizer still has them"
@@ -199,7 +212,6 @@ class FrozenParts:
 
     def _judge_misspelled(self, parameters: Sequence[Any], models: Sequence[nn.Module], named: dict[int, str]) -> None:
         """Look for attributes of parameters and modules that are meant to be ``requires_grad``."""
-        files = tuple(own_files())
         modules = {id(each): (name, each) for model in models for name, each in model.named_modules()}.values()
         for path, thing, held in [*(("", each, [each]) for each in parameters), *((*each, None) for each in modules)]:
             for name in [
@@ -207,6 +219,7 @@ class FrozenParts:
             ]:
                 site = None
                 if vars(thing)[name] is False:
+                    files = tuple(own_files())
                     is_right = name == ON_PARAMETERS
                     site = (
                         module_frozen_at(path.rpartition(".")[2], files) if is_right else attribute_set_at(name, files)

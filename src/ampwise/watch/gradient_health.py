@@ -351,6 +351,7 @@ class GradientHealth:
         self.window: deque[StepRow] = deque(maxlen=WINDOW)  # after the search
         self.norms = Series(recent=48, old=64)  # finite norms, unscaled
         self.losses = SpikeDetector()
+        self.has_rivals = False  # steps on other losses change what its losses depend on, as in a GAN
         self.streaks = Streaks()
         # Samples
         self.samples = 0
@@ -360,6 +361,7 @@ class GradientHealth:
         self.cast_at: dict[str, CallSite] = {}  # lines that made parameters 16 bits wide, as far as they are known
         self.zero_at: CallSite | None = None  # the operation whose gradient is zero, if that is known
         self.zeroed_at: CallSite | None = None  # the line that fills weights with zeros, if all of them are zero
+        self.frozen_zero: tuple[str, CallSite] | None = None  # weights that are all zero, and where they are frozen
         self._merged: dict[str, Census] = {}
         self._merged_at = 0
         self.underflows: dict[str, Underflow] = {}  # of the last sample

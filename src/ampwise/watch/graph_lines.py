@@ -12,7 +12,7 @@ from torch import Tensor
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import code_owner
 
-__all__ = ["GraphLines", "line_of", "watch_for_zeros"]
+__all__ = ["GraphLines", "graph_nodes", "line_of", "watch_for_zeros"]
 
 MOST_REQUESTS = 4
 PASSES = 3  # backward passes until torch stops noting lines, whether one was found or not
@@ -66,7 +66,7 @@ def line_of(node: Any) -> CallSite | None:
 
 def watch_for_zeros(loss: Tensor, found: Callable[[CallSite], None]) -> None:
     """Call ``found`` with the line of the first operation of a backward pass that makes all of a gradient zero."""
-    pending, seen, told = [loss.grad_fn], set[Any](), list[bool]()
+    told: list[bool] = []
 
     def look(node: Any, given: Any, made: Any) -> None:
         after = [each for each in given if isinstance(each, Tensor)]
@@ -76,9 +76,16 @@ def watch_for_zeros(loss: Tensor, found: Callable[[CallSite], None]) -> None:
             told.append(True)
             found(site)
 
+    for node in graph_nodes(loss):
+        node.register_hook(lambda given, made, node=node: look(node, given, made))
+
+
+def graph_nodes(loss: Tensor) -> list[Any]:
+    """Return the nodes of the graph of a loss, from the loss on; of a large one, the first MOST_NODES."""
+    pending, seen = [loss.grad_fn], dict[Any, None]()
     while pending and len(seen) < MOST_NODES:
         node = pending.pop()
         if node is not None and node not in seen:
-            seen.add(node)
-            node.register_hook(lambda given, made, node=node: look(node, given, made))
+            seen[node] = None
             pending += [before for before, _ in node.next_functions]
+    return list(seen)

@@ -13,7 +13,7 @@ from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
 from ampwise.watch.inspection import HALVES, PRECISIONS
 from ampwise.watch.learning import HalfAverage, Learning
-from ampwise.watch.learning_watch import SampledValues, is_plain
+from ampwise.watch.sampled_values import SampledValues, is_plain
 
 __all__ = ["HalfAverages"]
 

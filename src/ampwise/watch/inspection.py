@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 
+from ampwise.trace.value_ranges import version_of
 from ampwise.train.scaler.step_result import AsyncScalars
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "eps_of",
     "first_parameter",
     "floats_in",
+    "found_overflow",
     "has_fsdp1",
     "ids_of_contents",
     "inner_model",
@@ -43,11 +45,11 @@ __all__ = [
     "probe",
     "probed_parameters",
     "read_losses",
+    "saved_tensor",
     "stage_of",
     "states_in",
     "tensors_in",
     "unwrapped",
-    "version_of",
 ]
 
 PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -126,6 +128,12 @@ def stage_of(scaler: Any, optimizer: Any) -> OptState | None:
     states = getattr(scaler, "_per_optimizer_states", {})
     known = states.get(id(optimizer)) if hasattr(states, "get") else None
     return None if known is None else known["stage"]
+
+
+def found_overflow(scaler: Any, optimizer: Any) -> bool:
+    """Return whether ``unscale_`` found inf or NaN since the last update. Syncs."""
+    known = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
+    return any(float(each) > 0 for each in known.get("found_inf_per_device", {}).values())
 
 
 def states_in(thing: Any, depth: int = 5) -> tuple[bool, bool]:
@@ -351,20 +359,35 @@ def _read_loss(root: Tensor) -> LossOrigin:
 
 def _manual_scale(node: Any) -> float | None:
     """Return the number that a loss was multiplied by; None if there is none, or it is small."""
-    seen: list[float] = []
+    other = saved_tensor(node, "other")
+    # torch keeps a Python number as a CPU tensor; reading one on a device would sync.
+    if other is None or other.device.type != "cpu" or other.dim() or other.requires_grad:
+        return None
+    return scale if (scale := float(other)) >= LEAST_MANUAL_SCALE else None
 
-    def look(other: Tensor) -> Tensor:
-        # torch keeps a Python number as a CPU tensor; reading one on a device would sync.
-        if other.device.type == "cpu" and not other.dim() and not other.requires_grad:
-            with torch.no_grad():
-                seen.append(float(other))
-        return other
 
-    # Unpacking a saved tensor would run a checkpointed forward pass again, or consume what saved-tensor hooks keep.
-    # Registering a pack hook shows the tensor without unpacking it; torch refuses it where there are such hooks.
+def saved_tensor(node: Any, name: str) -> Tensor | None:
+    """Return a tensor that an operation has saved, without unpacking it; None where that is not possible.
+
+    Unpacking would run a checkpointed forward pass again, or consume what saved-tensor hooks keep. Registering a pack
+    hook shows the tensor without unpacking it; torch refuses it where there are such hooks. name: such as ``target``.
+    """
+    if node is None:
+        return None
+    key = f"ampwise saved {name}"  # torch shows it once
+    if key in node.metadata:
+        return cast("Tensor | None", node.metadata[key])
+    seen: list[Tensor] = []
+
+    def see(tensor: Tensor) -> Tensor:
+        alone = tensor.detach()  # the node would keep its own graph
+        seen.append(alone.requires_grad_() if tensor.requires_grad else alone)
+        return tensor
+
     with contextlib.suppress(RuntimeError, AttributeError):
-        node._raw_saved_other.register_hooks(look, lambda other: other)
-    return seen[0] if seen and seen[0] >= LEAST_MANUAL_SCALE else None
+        getattr(node, f"_raw_saved_{name}").register_hooks(see, lambda each: each)
+    node.metadata[key] = seen[0] if seen else None
+    return cast("Tensor | None", node.metadata[key])
 
 
 def leaves_of(roots: Iterable[Tensor]) -> set[int] | None:
@@ -399,7 +422,3 @@ def copied_by_reference(thing: Any, tensors: list[tuple[Tensor, int]], depth: in
         return {key: copied_by_reference(each, tensors, depth - 1) for key, each in thing.items()}
     tensors += [(each, version_of(each)) for each in tensors_in(thing)]  # an unknown class is kept as it is
     return thing
-
-
-def version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -57,6 +57,7 @@ class OptimizerUse:
     ungraded: list[str] = field(default_factory=list)  # trainable, and without a gradient in all samples
     replaced: int = 0  # of these, parameters that no living module has
     cut_off: tuple[str, ...] = ()  # names of the first modules that ran, if all of their parameters are ungraded
+    cut_at: CallSite | None = None  # the line that takes what these parameters compute out of the graph
     # Weights
     precisions: tuple[str, ...] = ()  # of the parameters
     compared: int = 0  # steps with a gradient before and after which some weights were compared
@@ -68,6 +69,8 @@ class OptimizerUse:
     # Learning rate: the largest of all groups
     lr: float | None = None
     peak_lr: float = 0.0
+    lr_set_in: str | None = None  # where the script has assigned one that no step reads
+    lr_set_at: CallSite = field(default_factory=CallSite)
     low_since: int | None = None  # the step since which it is zero, or next to nothing of the highest
 
     @property
@@ -90,6 +93,7 @@ class OutsideParameters:
     held: int  # other parameters of the model that an optimizer has
     fixed: bool  # loaded, or in evaluation mode: perhaps not meant to be trained
     converted_at: CallSite | None = None  # the line that made an attribute of it, so that no module has it
+    is_plain: bool = False  # it never was a parameter, but a tensor that requires gradients
     clip: WideClip | None = None  # that includes them
 
 
@@ -138,6 +142,11 @@ class ScheduleUse:
     period: int | None = None  # moves after which a cosine turns
     inner: bool = False  # part of another scheduler
     counts_epochs: bool = False  # by the names in the code that makes it
+    total: int | None = None  # moves that it was made for
+    base_lr: float | None = None  # of a LambdaLR
+    factors: set[float] = field(default_factory=set)  # some of those that its function returned, and the largest
+    idle_moves: int = 0  # while its optimizer made no steps, and another one stepped the same parameters
+    other: CallSite | None = None  # where that one was made
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,9 +154,11 @@ class LoaderUse:
     """A DataLoader that is iterated over with gradients enabled."""
 
     site: CallSite  # the first iteration
+    made_at: CallSite | None = None
     batches: int  # in a pass; 0: unknown
     in_order: bool  # not shuffled
     distributed: bool  # shuffled by a DistributedSampler, for several ranks
+    batch_size: int = 0  # of batches that torch itself puts together; 0: unknown
     passes: int = 0
     first_only: int = 0  # passes that ended after the first batch
     drawn: int = 0
@@ -258,6 +269,7 @@ class Learning:
     models: list[ModelModes] = field(default_factory=list)
     schedules: list[ScheduleUse] = field(default_factory=list)
     loaders: list[LoaderUse] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)  # of some batches, the one that all samples have; -1: several
     shared: list[SharedSteps] = field(default_factory=list)
     same_memory: list[SharedMemory] = field(default_factory=list)
     untied: list[UntiedWeights] = field(default_factory=list)
@@ -266,6 +278,22 @@ class Learning:
     crossed: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses over all pairs
     normalised: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses that normalise probabilities again
     unlogged: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses of what is no logarithm
+    unloaded: dict[CallSite, CountedCalls] = field(default_factory=dict)  # states of which no entry was loaded
+    unreachable: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses whose targets are out of range
+    flat_penalties: dict[CallSite, CountedCalls] = field(default_factory=dict)  # of gradients without a graph
+    scrambled: dict[str, CountedCalls] = field(default_factory=dict)  # views that swap the sizes of axes
+    seen_targets: dict[CallSite, CountedCalls] = field(default_factory=dict)  # by what sees later positions
+    maximised: dict[CallSite, CountedCalls] = field(default_factory=dict)  # likelihoods with the wrong sign
+    wrong_terms: dict[CallSite, CountedCalls] = field(default_factory=dict)  # terms with the wrong sign
+    minimised: int = 0  # with the right one
+    reseeded: dict[CallSite, CountedCalls] = field(default_factory=dict)  # seeds after which steps draw the same
+    spent: dict[CallSite, CallSite] = field(default_factory=dict)  # loops over used-up generators, and a call of each
+    self_compared: list[CallSite] = field(default_factory=list)  # losses of values and the same values
+    inverted_masks: list[CallSite] = field(default_factory=list)  # of padding, true for the other tokens
+    cut_checkpoints: dict[CallSite, CountedCalls] = field(default_factory=dict)  # checkpoints that give no gradients
+    mixed: dict[tuple[str, CallSite], CountedCalls] = field(
+        default_factory=dict
+    )  # along samples, by operation and line
     idle_freezes: dict[CallSite, IdleFreeze] = field(default_factory=dict)
     held_frozen: dict[tuple[CallSite, str], HeldFrozen] = field(default_factory=dict)  # by line and name
     idle_averages: dict[CallSite, IdleAverage] = field(default_factory=dict)

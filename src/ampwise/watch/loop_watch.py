@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import ast
+import linecache
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import default_collate
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import SequentialSampler
 
 from ampwise.finding.call_site import CallSite
-from ampwise.trace.call_site import calling_site
-from ampwise.trace.names_in_code import free_names, tree_of
+from ampwise.trace.call_site import calling_site, own_files, says
+from ampwise.trace.names_in_code import call_name, free_names, nodes_of, tree_of
 from ampwise.watch.always_dropped import functional_dropout, random_position
-from ampwise.watch.inspection import HALVES, inner_model, tensors_in, unwrapped
+from ampwise.watch.inspection import HALVES, inner_model, parameters_of, tensors_in, unwrapped
 from ampwise.watch.learning import CountedCalls, Learning, LoaderUse, ModelModes, ScheduleUse
 from ampwise.watch.tracked import TrackedOptimizer
 from ampwise.watch.tracker import CallTracker
@@ -26,6 +30,9 @@ __all__ = ["LoopWatch"]
 
 LOOKED_AT = 3  # passes in evaluation mode in which random numbers are looked for
 IN_A_ROW = 3  # passes without gradients, on different inputs: an evaluation
+MOST_FACTORS = 8
+MOVES_LOOKED_AT = 6
+TOTALS = ("total_steps", "T_max", "total_iters")
 RANDOM_PARTS = ("Dropout", "DropPath", "StochasticDepth", "DropConnect", "DropBlock")
 
 
@@ -46,6 +53,7 @@ class _Schedule:
     facts: ScheduleUse
     ref: weakref.ref[Any]
     unmoved: Any  # the scheduler, until it moves for the first time: a script may delete it before the end
+    other_steps: int = 0  # of another optimizer of the same parameters
 
 
 @dataclass(slots=True)
@@ -175,6 +183,12 @@ class LoopWatch:
             period=getattr(scheduler, "T_max", None),
         )
         facts.counts_epochs = _counts_epochs(facts.made_at)
+        if state is not None:
+            state.scheduled_at = facts.made_at
+        facts.total = next(
+            (each for name in TOTALS if isinstance(each := getattr(scheduler, name, None), int) and each > 1), None
+        )
+        _note_factor(facts, scheduler)
         self._schedules[id(scheduler)] = _Schedule(facts, weakref.ref(scheduler), scheduler)
         self._facts.schedules.append(facts)
         for inner in getattr(scheduler, "_schedulers", ()):
@@ -190,6 +204,25 @@ class LoopWatch:
                 facts.step_site = calling_site()
             facts.moves += 1
             facts.position = position
+            _note_factor(facts, scheduler)
+            if facts.moves <= MOVES_LOOKED_AT:
+                self._note_idle_move(known, scheduler)
+
+    def _note_idle_move(self, known: _Schedule, scheduler: Any) -> None:
+        """Note a move whose optimizer has made no step, while another one with the same parameters has made some."""
+        own = unwrapped(scheduler.optimizer)
+        state = self._tracker.optimizers.get(own)
+        held = {id(each) for each in parameters_of(own)}
+        others = [
+            other
+            for optimizer, other in self._tracker.optimizers.pairs()
+            if optimizer is not own and held.issuperset(id(each) for each in parameters_of(optimizer))
+        ]
+        steps = sum(other.steps for other in others)
+        if (state is None or state.steps == known.facts.began) and known.other_steps and steps > known.other_steps:
+            known.facts.idle_moves += 1
+            known.facts.other = others[-1].made_at
+        known.other_steps = steps
 
     # Data
 
@@ -211,6 +244,9 @@ class LoopWatch:
                 in_order=isinstance(sampler, SequentialSampler),
                 distributed=isinstance(sampler, DistributedSampler) and sampler.shuffle and sampler.num_replicas > 1,
             )
+            facts.made_at = _loader_in_order(facts.site) if facts.in_order else None
+            if loader.collate_fn is default_collate:
+                facts.batch_size = getattr(loader.batch_sampler, "batch_size", None) or 0
             known = self._loaders[loader] = _Loader(facts)
             self._facts.loaders.append(facts)
         elif known.drawn == 1:
@@ -255,6 +291,47 @@ class LoopWatch:
                 facts.position = getattr(scheduler, "last_epoch", facts.position)
             state = next((each for each in self._tracker.optimizers.states() if each.index == facts.optimizer), None)
             facts.steps = 0 if state is None else state.steps - facts.began
+
+
+def _note_factor(facts: ScheduleUse, scheduler: Any) -> None:
+    """Note what the function of a LambdaLR has returned."""
+    first: Any = next(iter(getattr(scheduler, "base_lrs", None) or ()), None)
+    now: Any = next(iter(getattr(scheduler, "_last_lr", None) or ()), None)
+    if isinstance(scheduler, LambdaLR) and isinstance(first, int | float) and isinstance(now, int | float) and first:
+        facts.base_lr, factor = float(first), now / first
+        if len(facts.factors) < MOST_FACTORS:
+            facts.factors.add(factor)
+        elif factor > max(facts.factors):
+            facts.factors.remove(min(facts.factors))
+            facts.factors.add(factor)
+
+
+@lru_cache(maxsize=64)
+def _loader_in_order(loop: CallSite) -> CallSite | None:
+    """Return the only line that makes a loader without shuffling, or the only such one whose name the loop has."""
+    here = loop.file or ""
+    for files in ([here], own_files("DataLoader")):
+        made = {
+            CallSite(file=file, line=node.value.lineno): {call_name(each) for each in node.targets}
+            for file in files
+            for node in (nodes_of(file) if says(file, "DataLoader") else ())
+            if isinstance(node, ast.Assign) and _is_in_order(node.value)
+        }
+        text = linecache.getline(here, loop.line or 0)
+        named = [site for site, names in made.items() if any(name and name in text for name in names)]
+        for found in ([*made], named):
+            if len(found) == 1:
+                return found[0]
+    return None
+
+
+def _is_in_order(value: ast.expr) -> bool:
+    """Whether an expression makes a loader that does not shuffle."""
+    if not isinstance(value, ast.Call) or call_name(value) != "DataLoader" or len(value.args) > 2:
+        return False
+    given = {each.arg: each.value for each in value.keywords}
+    is_other = bool(given.keys() & {None, "sampler", "batch_sampler"})
+    return not is_other and ast.unparse(given.get("shuffle", ast.Constant(False))) == "False"
 
 
 def _counts_epochs(made_at: CallSite) -> bool:

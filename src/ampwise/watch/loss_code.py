@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import gc
-import linecache
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -23,10 +22,10 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ampwise.finding.call_site import CallSite
-from ampwise.trace.call_site import code_owner, own_files
+from ampwise.trace.call_site import code_owner, own_files, says
 from ampwise.trace.names_in_code import FUNCTIONS, call_name, nodes_of, tree_of
 from ampwise.trace.replay import is_finite
-from ampwise.trace.value_ranges import bytes_of
+from ampwise.trace.value_ranges import bytes_of, version_of
 from ampwise.watch.code_slice import (
     LOOPS,
     RESULT,
@@ -40,7 +39,7 @@ from ampwise.watch.code_slice import (
     slice_of,
     way_to,
 )
-from ampwise.watch.inspection import copied_by_reference, tensors_in, version_of
+from ampwise.watch.inspection import copied_by_reference, tensors_in
 
 __all__ = [
     "Following",
@@ -294,18 +293,13 @@ def _assignments(key: str, files: Set[str]) -> list[CallSite]:
     return [
         CallSite(file=file, line=node.lineno)
         for file in files
-        if file.endswith(".py") and code_owner(file) == "own" and _has_item(key, file)
+        if file.endswith(".py") and code_owner(file) == "own" and (says(file, f'["{key}"]') or says(file, f"['{key}']"))
         for node in nodes_of(file)
         if isinstance(node, ast.Subscript)
         and isinstance(node.ctx, ast.Store)
         and isinstance(node.slice, ast.Constant)
         and node.slice.value == key
     ]
-
-
-def _has_item(key: str, file: str) -> bool:
-    """Return whether a file names such an item at all: to parse each file of a large program takes seconds."""
-    return any(f'["{key}"]' in line or f"['{key}']" in line for line in linecache.getlines(file))
 
 
 def _code(

@@ -12,10 +12,18 @@ from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site, own_files
 from ampwise.trace.names_in_code import FUNCTIONS, bound_names, call_name, free_names, nodes_of, root_name, tree_of
 from ampwise.watch.graph_lines import GraphLines, line_of
-from ampwise.watch.inspection import ARITHMETIC, AVERAGING, MOVING
+from ampwise.watch.inspection import ARITHMETIC, AVERAGING, MOVING, saved_tensor
 from ampwise.watch.learning import CountedCalls, DilutedMean, Learning
+from ampwise.watch.term_signs import wrong_sign
 
-__all__ = ["note_crossed_loss", "note_diluted_mean", "note_wrong_normalisation"]
+__all__ = [
+    "note_crossed_loss",
+    "note_diluted_mean",
+    "note_sign",
+    "note_sign_of_terms",
+    "note_unreachable_target",
+    "note_wrong_normalisation",
+]
 
 LONGEST = 16  # nodes
 COMPARING = tuple(f"{kind}LossBackward" for kind in ("Mse", "L1", "SmoothL1", "Huber"))
@@ -26,6 +34,11 @@ NONE = 0  # the value of reduction="none" in torch's loss nodes
 # Loss nodes that normalise by themselves, and what makes probabilities.
 NORMALISING = ("LogSoftmaxBackward", "BinaryCrossEntropyWithLogitsBackward")
 PROBABILITIES = ("SoftmaxBackward", "SigmoidBackward")
+LOGITS = "BinaryCrossEntropyWithLogitsBackward"
+LOGARITHMS = ("NllLoss", "CtcLoss")  # losses that take logarithms
+RANGES = {"Sigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Relu": (0.0, float("inf"))}
+MARGIN = 0.05  # what noise may add
+LEAST_OUTSIDE = 0.25  # share of the targets
 LINEAR = tuple(f"{kind}Backward" for kind in ("Addmm", "Mm", "Bmm", "Convolution"))  # their outputs have any size
 PASSED_ON = (*MOVING, *(f"{kind}Backward" for kind in ("Index", "Slice", "Select", "Permute", "Transpose")))
 LOSSES = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss")
@@ -46,7 +59,7 @@ def note_diluted_mean(loss: Tensor, facts: Learning, step: int) -> None:
             return
         has_mean |= is_mean
         node = before[0]
-    target = getattr(node, "_saved_target", None)
+    target = saved_tensor(node, "target")
     if not has_mean or getattr(node, "_saved_reduction", None) != NONE or target is None or not target.is_cpu:
         return  # on a GPU counting would sync
     ignored = int((target == node._saved_ignore_index).sum())  # type: ignore[union-attr]
@@ -98,7 +111,7 @@ def _crossing(term: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]] | None:
         made, given = _shape(node, 0), _shape(*before[0]) if len(before) == 1 else None
         is_square = made is not None and len(made) == 2 and made[0] == made[1] > 1
         if is_square and given in ((made[0], 1), (made[0],)):  # type: ignore[index]
-            target = getattr(compares, "_saved_target", None)
+            target = saved_tensor(compares, "target")
             is_sub = node.name().startswith("Sub")
             if not is_sub and (target is None or target.shape != made or 0 not in target.stride()):
                 return None
@@ -134,10 +147,17 @@ def note_wrong_normalisation(loss: Tensor, facts: Learning, step: int, lines: Gr
             return
         node = pending.pop()
         name = node.name()
-        takes_logarithms = name.startswith("NllLoss")
-        given = node.next_functions[0][0] if takes_logarithms or name.startswith(NORMALISING) else None
-        while given is not None and given.name().startswith(PASSED_ON):
-            given = given.next_functions[0][0]
+        product = _product_in_divergence(node)
+        if product is not None:
+            node, name = product, "NllLoss"
+        takes_logarithms = name.startswith(LOGARITHMS)
+        takes_probabilities = name.startswith("BinaryCrossEntropyBackward")
+        takes_any = takes_logarithms or takes_probabilities or name.startswith(NORMALISING)
+        given = node.next_functions[0][0] if takes_any else None
+        given = _past_moves(given)
+        if takes_probabilities:  # of a sigmoid of probabilities
+            is_sigmoid = given is not None and given.name().startswith("SigmoidBackward")
+            given = _past_moves(given.next_functions[0][0]) if is_sigmoid else None
         is_probability = given is not None and given.name().startswith(PROBABILITIES)
         if given is not None and (is_probability or (takes_logarithms and given.name().startswith(LINEAR))):
             what = given.name().partition("Backward")[0].lower() if is_probability else "layer without a softmax"
@@ -146,8 +166,131 @@ def note_wrong_normalisation(loss: Tensor, facts: Learning, step: int, lines: Gr
             known, at = (facts.unlogged, node) if takes_logarithms else (facts.normalised, given)
             _count(known, only or _assignment_of_loss(calling_site()), at, lines, first)
             return
-        if name.startswith((*ARITHMETIC, *MOVING, *AVERAGING, "NllLoss", "SumBackward")):
+        if name.startswith((*ARITHMETIC, *MOVING, *AVERAGING, *LOGARITHMS, "SumBackward")):
             pending += [each for each, _ in node.next_functions if each is not None]
+
+
+def note_sign(loss: Tensor, facts: Learning, step: int) -> None:
+    """Note whether a loss that is a likelihood of classes, and nothing else, has the right sign."""
+    node, sign = loss.grad_fn, 1
+    for _ in range(LONGEST):
+        if node is None:
+            return
+        name = node.name()
+        is_picked = name.startswith(("GatherBackward", "IndexBackward"))
+        if is_picked and not _is_log_softmax(node.next_functions[0][0]):
+            return
+        if name.startswith("NllLossBackward") or is_picked:
+            break
+        before = [each for each, _ in node.next_functions if each is not None]
+        known = (*MOVING, *AVERAGING, "SumBackward", "NegBackward")
+        if len(before) != 1 or not name.startswith(known):
+            return
+        node, sign = before[0], -sign if name.startswith("NegBackward") else sign
+    else:
+        return
+    if is_picked == (sign < 0):
+        facts.minimised += 1
+        return
+    what = "the mean of log-probabilities, without a minus" if is_picked else "a negative cross entropy"
+    site = _assignment_of_loss(calling_site())
+    facts.maximised.setdefault(site, CountedCalls(step=step, what=what)).times += 1
+
+
+def note_sign_of_terms(loss: Tensor, facts: Learning, step: int, lines: GraphLines) -> None:
+    """Note a term of a loss that has the wrong sign."""
+    found = wrong_sign(loss.grad_fn)
+    if found is not None:
+        node, what = found
+        _count(facts.wrong_terms, _assignment_of_loss(calling_site()), node, lines, CountedCalls(step=step, what=what))
+
+
+def _is_log_softmax(node: Any) -> bool:
+    while node is not None and node.name().startswith(PASSED_ON):
+        node = node.next_functions[0][0]
+    return node is not None and node.name().startswith("LogSoftmaxBackward")
+
+
+def note_unreachable_target(loss: Tensor, facts: Learning, step: int, lines: GraphLines) -> None:
+    """Note a loss many of whose targets are outside of what the last activation gives, or the loss itself takes."""
+    for term in _terms(loss.grad_fn):
+        node = term
+        for _ in range(LONGEST):
+            before = [each for each, _ in node.next_functions if each is not None]
+            if node.name().startswith((*COMPARING, LOGITS)) or len(before) != 1:
+                break
+            node = before[0] if node.name().startswith((*ARITHMETIC, *MOVING, *AVERAGING)) else node
+        found = _out_of_reach(node)
+        if found:
+            site = _assignment_of_loss(calling_site())
+            _count(facts.unreachable, site, node, lines, CountedCalls(step=step, what=found))
+            return
+
+
+def _out_of_reach(node: Any) -> str:
+    """Say which targets of a loss node cannot be reached; empty if that is unclear, or these are few."""
+    if getattr(node, "_saved_reduction", NONE) == NONE or saved_tensor(node, "weight") is not None:
+        return ""  # some may be left out
+    target = saved_tensor(node, "target")
+    if target is None or not target.is_cpu or not target.is_floating_point() or not target.numel():
+        return ""  # on a GPU counting would sync
+    if node.name().startswith(LOGITS):
+        low, high = float(target.min()), float(target.max())
+        if low >= -1e-6 and high <= 1 + 1e-6:
+            return _below_half(node, target)
+        return f"targets go from {low:.4g} to {high:.4g}, and a binary cross entropy takes those between 0 and 1"
+    given = _past_moves(node.next_functions[0][0]) if node.name().startswith(COMPARING) else None
+    name = "" if given is None else given.name().partition("Backward")[0]
+    if name not in RANGES:
+        return ""
+    low, high = RANGES[name]
+    outside = float(((target < low - MARGIN) | (target > high + MARGIN)).float().mean())
+    if outside < LEAST_OUTSIDE:
+        return ""
+    return (
+        f"{outside:.0%} of the targets, which go from {float(target.min()):.4g} to {float(target.max()):.4g}, are "
+        f"outside of what {name.lower()} gives"
+    )
+
+
+def _past_moves(node: Any) -> Any:
+    """Return the node that has computed values that others have only moved."""
+    while node is not None and node.name().startswith(PASSED_ON):
+        node = node.next_functions[0][0]
+    return node
+
+
+def _below_half(node: Any, target: Tensor) -> str:
+    """Say which targets of a binary cross entropy are below what logits that are never negative give: 0.5."""
+    given = _past_moves(node.next_functions[0][0])
+    share = float((target < 0.5 - MARGIN).float().mean())
+    if given is None or not given.name().startswith("ReluBackward") or share < LEAST_OUTSIDE:
+        return ""
+    return f"{share:.0%} of the targets are below 0.5, and logits after a relu are never negative: their sigmoid is not"
+
+
+def _product_in_divergence(node: Any) -> Any:
+    """Return the product of targets and inputs in ``kl_div``, which subtracts it from a constant of the same shape."""
+    given = node.next_functions
+    if not node.name().startswith("SubBackward") or len(given) != 2 or given[0][0] is not None or given[1][0] is None:
+        return None
+    product, shape = given[1][0], _shape(node, 0)
+    is_product = product.name().startswith("MulBackward") and product.next_functions[0][0] is None and bool(shape)
+    softmax = product.next_functions[-1][0] if is_product else None
+    if softmax is None or not softmax.name().startswith("SoftmaxBackward") or _shape(softmax, 0) != shape:
+        return None
+    return _OnlyInput(softmax)
+
+
+class _OnlyInput:
+    """Stands for a loss node that takes one input."""
+
+    def __init__(self, given: Any) -> None:
+        self.next_functions = ((given, 0),)
+        self.metadata: dict[str, Any] = given.metadata
+
+    def name(self) -> str:
+        return "NllLossBackward"
 
 
 def _only_call_of(name: str) -> CallSite | None:

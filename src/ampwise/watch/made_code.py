@@ -1,4 +1,4 @@
-"""Lines of a module's class that make or fill its parameters."""
+"""Lines of a script that make or fill parameters, or assign a learning rate."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from ampwise.finding.call_site import CallSite
-from ampwise.trace.call_site import code_owner
+from ampwise.trace.call_site import code_owner, own_files
 from ampwise.trace.names_in_code import call_name, nodes_of
 
-__all__ = ["converted_at", "zeroed_at"]
+__all__ = ["assigned_at", "assignment_of_rate", "converted_at", "zeroed_at"]
 
 ZEROS = ("zeros", "zeros_like", "zeros_", "zero_", "new_zeros")
 WITH_A_VALUE = ("constant_", "fill_", "full")
@@ -22,9 +22,36 @@ def converted_at(kind: type, attribute: str) -> CallSite | None:
     return next((site for each in _sources(kind) if (site := _converted_in(*each, attribute)) is not None), None)
 
 
+def assigned_at(kind: type, attribute: str) -> CallSite | None:
+    """Return the only line of a class that assigns to an attribute of the object."""
+    for file, name in _sources(kind):
+        lines = [
+            node.lineno
+            for node in _nodes_of(file, name)
+            if isinstance(node, ast.Attribute) and node.attr == attribute and isinstance(node.ctx, ast.Store)
+        ]
+        if lines:
+            return CallSite(file=file, line=lines[0]) if len(lines) == 1 else None
+    return None
+
+
 def zeroed_at(kind: type, attribute: str) -> CallSite | None:
     """Return the last line of a class that fills a parameter, or one of a part of it, with zeros."""
     return next((site for each in _sources(kind) if (site := _zeroed_in(*each, attribute)) is not None), None)
+
+
+def assignment_of_rate(name: str) -> CallSite | None:
+    """Return the only line that assigns ``x.lr``, or ``x.defaults["lr"]``; None if there are several."""
+    found = []
+    for file in own_files(name):
+        for node in nodes_of(file):
+            if not isinstance(getattr(node, "ctx", None), ast.Store):
+                continue
+            is_lr = isinstance(node, ast.Attribute) and node.attr == name == "lr" and call_name(node.value) != "self"
+            is_default = isinstance(node, ast.Subscript) and call_name(node.value) == name == "defaults"
+            if is_lr or is_default:
+                found.append(CallSite(file=file, line=node.lineno))  # type: ignore[attr-defined]
+    return found[0] if len(found) == 1 else None
 
 
 def _sources(kind: type) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import code_owner
-from ampwise.trace.value_ranges import bytes_of
+from ampwise.trace.value_ranges import bytes_of, version_of
 from ampwise.train.random_state import HostRandomUse
-from ampwise.watch.inspection import copied_by_reference, first_parameter, floats_in, is_capturing, version_of
+from ampwise.watch.inspection import copied_by_reference, first_parameter, floats_in, is_capturing
 from ampwise.watch.loss_code import LossCode, Running, loss_code, own_caller, running_code
 from ampwise.watch.run_events import ForwardCall
 
@@ -110,9 +110,12 @@ class KeptLoss:
     awaited: bool = False  # its step has ended
 
     def models(self) -> list[nn.Module]:
-        """Return the models that compute it: those that were called, or that its code names."""
-        named = [] if self.code is None else [each for each in self.code.objects() if isinstance(each, nn.Module)]
-        return list(dict.fromkeys([*self.start.models, *named]))
+        """Return the models that compute it: those that were called, or that its code names, or objects in it hold."""
+        objects = [] if self.code is None else self.code.objects()
+        found = list(dict.fromkeys([*self.start.models, *(each for each in objects if isinstance(each, nn.Module))]))
+        owners = [each for each in objects if not isinstance(each, ModuleType | type)]
+        held = [each for thing in owners for each in getattr(thing, "__dict__", {}).values()]
+        return found or list(dict.fromkeys(each for each in held if isinstance(each, nn.Module)))
 
 
 class ModelCalls:
@@ -138,6 +141,11 @@ class ModelCalls:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a training pass of a model is running."""
+        return self._running is not None
 
     # Forward and backward
 

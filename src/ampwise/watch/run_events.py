@@ -90,6 +90,18 @@ class Unscale(RunEvent):
 
     again: bool = False  # since the last update
     half_parameters: bool = False
+    earlier: CallSite | None = None  # the call before, if this one is ``again``
+    new_pass: bool = False  # a backward pass came between the two
+    left_overflow: bool = False  # of gradients cleared since, in which the call before found inf or NaN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleInLoss(RunEvent):
+    """``scaler.scale`` within the code of a loss, part of which remains multiplied by the scale."""
+
+    scale: float
+    loss: float  # at this scale, in a replay
+    at_half: float  # the loss at half the scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ampwise.finding.call_site import CallSite
+from ampwise.trace.call_site import says
 from ampwise.trace.failure import Failure
 from ampwise.trace.names_in_code import FUNCTIONS, call_name, tree_of
 
@@ -47,7 +48,7 @@ def with_spread_division(failure: Failure, files: Iterable[str]) -> Failure:
 
 def _divisions(file: str) -> Iterator[CallSite]:
     """Yield the lines of a file that divide by a standard deviation or a range, without a guard."""
-    tree = tree_of(file)
+    tree = tree_of(file) if any(says(file, f"{name}(") for name in (*SPREADS, *HIGHEST)) else None
     if tree is None:
         return
     spreads = _names_of_spreads(tree)

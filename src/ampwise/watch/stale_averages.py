@@ -19,7 +19,7 @@ from ampwise.watch.average_code import (
     never_updated,
 )
 from ampwise.watch.learning import IdleAverage, Learning
-from ampwise.watch.learning_watch import is_plain
+from ampwise.watch.sampled_values import is_plain
 
 __all__ = ["StaleAverages"]
 

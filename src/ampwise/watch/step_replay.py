@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -23,10 +24,13 @@ from torch.optim import Optimizer
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
 from ampwise.finding.call_site import CallSite
+from ampwise.finding.registry import run_checks
 from ampwise.trace.call_arguments import named_tensors
+from ampwise.trace.call_site import calling_site
 from ampwise.trace.diagnosis import bad_weight, compiler_failure, diagnose, findings_about, swallowed_in_backward
 from ampwise.trace.failure import Failure
 from ampwise.trace.failure_facts import OptimizerFacts
+from ampwise.trace.numpy_errors import NumpyError, numpy_errors
 from ampwise.trace.python_state import attributes_restored, muted_output
 from ampwise.trace.ranks import CollectiveInReplay, collectives_refused, is_multi_rank
 from ampwise.trace.replay import OptimizerPast, Replay, ReplaySettings, ReplayStep, is_compiled
@@ -38,12 +42,14 @@ from ampwise.watch.inspection import has_fsdp1
 from ampwise.watch.loss_code import LossCode, code_between, data_code
 from ampwise.watch.model_calls import KeptLoss, LossStart, ModelCall
 from ampwise.watch.models import without_hooks
-from ampwise.watch.numpy_errors import NumpyError, numpy_errors
+from ampwise.watch.outside_values import OutsideValues
+from ampwise.watch.run_events import ScaleInLoss
 
 __all__ = ["ReplayedStep", "StepToReplay", "replay_step"]
 
 COMPILED = "The model is compiled; the eager replay fails too."
 MODEL_ALONE = "Only the model was replayed, not the code between its output and the loss."
+FOLLOWS = 0.1  # relative change of a loss with the loss scale that rounding does not explain
 MEAN = "Fixes were tried on the mean of the model's output, not on the loss."
 
 
@@ -56,8 +62,10 @@ class StepToReplay:
     scale: float | None  # None without a scaler
     optimizers: tuple[Optimizer, ...] = ()
     pasts: tuple[OptimizerPast, ...] = ()  # of the optimizers
+    scalers: tuple[GradScaler, ...] = ()  # of the script
     raised: bool = False  # torch's anomaly detection has raised an error: a NaN may not have reached any gradient
     draws: BatchDraws | None = None  # the batches of the step
+    outside: OutsideValues | None = None
     usual: tuple[Tensor, Callable[[], LossCode | None]] | None = None  # see ``ModelCalls``
     by_hand: OptimizerFacts | None = None  # of updates without an optimizer
 
@@ -235,6 +243,9 @@ def _explain_loss(loss: KeptLoss, calls: Sequence[ModelCall], step: StepToReplay
     if (step.bad_loss and not is_bad) or any(map(_why_not, own)):
         return None
     if code is not None and code.is_unchanged and all(map(is_finite_unrecorded, code.computed())):
+        carried = None if is_bad or is_partial else _scale_in_loss(code, loss, step)
+        if carried is not None:
+            return ReplayedStep(run_checks(carried), call=own[0] if own else None)
         failure = _run_again(code, loss, calls, step)
     if is_bad and not is_partial and (failure is None or (failure.source is not None and failure.source.drawn is None)):
         # Perhaps the data were bad, and the script's own code has computed them.
@@ -276,20 +287,7 @@ def _run_again(
     from_data: the code begins before the model. afterwards: what the script does with the gradients.
     """
     start = loss.start
-
-    def run(settings: ReplaySettings) -> Any:
-        if from_data and start.data_random is not None:
-            torch.set_rng_state(start.data_random)
-        elif start.random:
-            restore_random(start.random, start.device)
-        with torch.inference_mode(False), torch.enable_grad(), collectives_refused():
-            found = code.run()
-            if not isinstance(found, Tensor):
-                raise BadInput(f"The code of the loss gave {type(found).__name__}, not a tensor.")
-            if found.requires_grad and settings.goes_back_from(found):
-                (found * settings.scale if settings.scale != 1 else found).sum().backward()
-                afterwards()
-        return found
+    run = _runner(code, start, step.scalers, from_data=from_data, afterwards=afterwards)
 
     def run_usual(settings: ReplaySettings) -> Any:
         with torch.inference_mode(False), torch.enable_grad(), collectives_refused():
@@ -309,6 +307,101 @@ def _run_again(
         )
     except Exception:  # the statements do not run on their own
         return None
+
+
+def _runner(
+    code: LossCode,
+    start: LossStart,
+    scalers: Sequence[GradScaler],
+    *,
+    from_data: bool = False,
+    afterwards: Callable[[], None] = lambda: None,
+) -> Callable[[ReplaySettings], Any]:
+    """Return what runs the code of a loss and its backward pass; scalers that the code calls have the same scale."""
+
+    def run(settings: ReplaySettings) -> Any:
+        if from_data and start.data_random is not None:
+            torch.set_rng_state(start.data_random)
+        elif start.random:
+            restore_random(start.random, start.device)
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            collectives_refused(),
+            _at_scale(scalers, settings.scale),
+        ):
+            found = code.run()
+            if not isinstance(found, Tensor):
+                raise BadInput(f"The code of the loss gave {type(found).__name__}, not a tensor.")
+            if found.requires_grad and settings.goes_back_from(found):
+                (found * settings.scale if settings.scale != 1 else found).sum().backward()
+                afterwards()
+        return found
+
+    return run
+
+
+@contextmanager
+def _at_scale(scalers: Sequence[GradScaler], scale: float) -> Iterator[None]:
+    """Within the context, these scalers have another loss scale."""
+    before = [(scaler, scaler._scale) for scaler in scalers if scaler._scale is not None]
+    for scaler, own in before:
+        scaler._scale = torch.full_like(own, scale)
+    try:
+        yield
+    finally:
+        for scaler, own in before:
+            scaler._scale = own
+
+
+def _scale_in_loss(code: LossCode, loss: KeptLoss, step: StepToReplay) -> ScaleInLoss | None:
+    """Return that a part of the loss is multiplied by the loss scale: it follows the scale; None if it does not.
+
+    A part that is divided again may overflow, or underflow, at another scale, but not between a scale and its half.
+    """
+    scale, sites = step.scale or 1.0, dict[CallSite, None]()
+    if scale == 1 or not step.scalers:
+        return None
+    run = _runner(code, loss.start, step.scalers)
+    subject = ReplayStep(
+        run=run, device=loss.start.device, models=loss.models(), scale=scale, touched=code.objects(), step=step.number
+    )
+    try:
+        with Replay(subject) as replay, ExitStack() as stack:
+            for scaler in step.scalers:
+                stack.enter_context(_calls_noted(scaler, sites))
+            at_scale, at_half = (
+                replay.plain(ReplaySettings(backward=False, scale=each)).loss if number == 0 or sites else None
+                for number, each in enumerate((scale, scale / 2))
+            )
+    except Exception:  # the statements do not run on their own
+        return None
+    if at_scale is None or at_half is None or not (math.isfinite(at_scale) and math.isfinite(at_half)):
+        return None
+    change = abs(at_scale - at_half)
+    if change <= FOLLOWS * max(abs(at_scale), abs(at_half)) or abs(at_scale - 2 * at_half) <= FOLLOWS * abs(at_scale):
+        return None  # all of the loss may be scaled, as it should be
+    return ScaleInLoss(site=next(iter(sites)), scale=scale, loss=at_scale, at_half=at_half)
+
+
+@contextmanager
+def _calls_noted(scaler: GradScaler, sites: dict[CallSite, None]) -> Iterator[None]:
+    """Within the context, note where ``scaler.scale`` is called."""
+
+    def scale(outputs: Any) -> Any:
+        sites[calling_site()] = None
+        return original(outputs)
+
+    original = scaler.scale
+    before = scaler.__dict__.get("scale")
+    scaler.__dict__["scale"] = scale
+    try:
+        yield
+    finally:
+        if before is None:
+            del scaler.__dict__["scale"]
+        else:
+            scaler.__dict__["scale"] = before
 
 
 def _from_data(failure: Failure | None, found: Failure, faults: Sequence[CallSite]) -> Failure:
@@ -366,7 +459,7 @@ def _diagnosis(
         remarks=(*remarks, COMPILED) if any(call.compiled for call in calls) else remarks,
     )
     with Replay(subject) as replay:
-        if replay.plain(ReplaySettings(scale=scale)).finite:
+        if replay.plain(ReplaySettings(scale=scale, only_if_finite=True)).finite:
             if step.raised:
                 return swallowed_in_backward(replay, replay.taped(ReplaySettings()))
             compiled = not step.may_be_ordinary and any(call.compiled for call in calls)
@@ -378,6 +471,8 @@ def _diagnosis(
         failure = failure.but(optimizer=step.by_hand)
     if step.draws is not None:
         failure = step.draws.explained(failure, subject.batch)
+    if step.outside is not None:
+        failure = step.outside.explained(failure, subject.batch, step.draws)
     if is_multi_rank():
         return failure.but(rank=torch.distributed.get_rank(), ranks=torch.distributed.get_world_size())
     return failure

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.utils.weak import WeakIdKeyDictionary
@@ -28,7 +29,7 @@ from ampwise.watch.graph_lines import GraphLines
 from ampwise.watch.half_averages import HalfAverages
 from ampwise.watch.inspection import dtype_name, is_capturing, parameters_of, precisions_of, stage_of, unwrapped
 from ampwise.watch.learning import Learning
-from ampwise.watch.learning_watch import LearningWatch, is_due, is_plain
+from ampwise.watch.learning_watch import LearningWatch, is_due
 from ampwise.watch.loop_watch import LoopWatch
 from ampwise.watch.made_code import zeroed_at
 from ampwise.watch.memory import OptimizerMemory
@@ -36,8 +37,11 @@ from ampwise.watch.model_calls import KeptLoss, ModelCalls
 from ampwise.watch.models import Hook, Models, names_of, outermost_running_module
 from ampwise.watch.module_hooks import Activations, DtypeFlow
 from ampwise.watch.overhead import StepSkipper
+from ampwise.watch.repeated_seeds import RepeatedSeeds
 from ampwise.watch.replicas import ReplicaSums
+from ampwise.watch.rivals import Rivals
 from ampwise.watch.run_events import RunEvent
+from ampwise.watch.sampled_values import is_plain
 from ampwise.watch.saved_states import SavedStates
 from ampwise.watch.stale_averages import StaleAverages
 from ampwise.watch.tied_weights import TiedWeights
@@ -97,7 +101,7 @@ class StepWatch:
 
         self.activations, self.flow = Activations(hook), DtypeFlow(hook)
         self.memory = OptimizerMemory()
-        self.calls = ModelCalls()
+        self.calls, self._rivals = ModelCalls(), Rivals()
         self._learned = Learning()
         self.lines = GraphLines(lambda: not self.models.has_compiled)
         self.learning = LearningWatch(self._learned, self.tracker, self.lines)
@@ -106,6 +110,7 @@ class StepWatch:
         self.frozen, self.stale = FrozenParts(self._learned), StaleAverages(self._learned)
         self.saved_states = SavedStates(self._learned, self.tracker, self.skipper)
         self.replicas, self.casts = ReplicaSums(), self.tracker.casts
+        self.seeds = RepeatedSeeds(self._learned)
         self.ties, self.averages = TiedWeights(self._learned), HalfAverages(self._learned)
         self.bad_steps = BadStepWatch(
             *(self.calls, self.tracker, findings.add, self._paused, failed),
@@ -141,6 +146,8 @@ class StepWatch:
         if begun is None:
             return
         self.loop.model_begins(model, args, self.tracker.trained_by(model))
+        if not torch.is_grad_enabled():
+            self.seeds.evaluates()
         event, states = begun
         passes = self._searched.get(model, 0)
         if states and passes < SEARCHED_PASSES:  # find a model around it whose ``parameters()`` was never called
@@ -245,6 +252,7 @@ class StepWatch:
         """Look at a step before weights change."""
         if is_capturing():
             return
+        self._rivals.step_begins(state.index, self.calls)
         scaler, state.stepped_by = state.stepped_by, None
         if not is_ours(scaler):  # an engine examines its own steps
             with self._paused():
@@ -288,6 +296,7 @@ class StepWatch:
                 self.ties.check(self._names_of(optimizer, state), parameters_of(optimizer))
             self.averages.step_over(self.steps + 1, self.learning.is_held)
             self.loop.step_over(state)
+            self.seeds.step_over(self.steps + 1)
             self._process_step(optimizer, state, scaler, ran=ran)
         if self.timing is not None and threading.current_thread() is threading.main_thread():
             self.timing.step_ended(self.steps)
@@ -402,6 +411,7 @@ class StepWatch:
         self.bad_steps.step_known(known)
         if health is None:
             return
+        health.has_rivals = self._rivals.has_any(index)
         health.add_step(row)
         if known.sample is not None:
             health.add_sample(known.sample)
@@ -409,6 +419,7 @@ class StepWatch:
                 self.skipper.follow_next_steps()
                 if health.samples == FIRST_ZEROS:
                     health.zeroed_at = self._zeroed_at(index)
+                    health.frozen_zero = self._frozen_zero(index)
                 self.learning.find_zeros(partial(setattr, health, "zero_at"))
         if not known.finite and (known.bad or not row.finite):
             self._add_bad_step(health, known)
@@ -443,6 +454,16 @@ class StepWatch:
                         site = zeroed_at(type(module), name) or (part and zeroed_at(type(parts[outer]), part))
                         found += [site] if site else []
         return max(found, key=lambda site: site.line or 0, default=None)
+
+    def _frozen_zero(self, index: int) -> tuple[str, CallSite] | None:
+        """Return the name of a layer's weights that are frozen and all zero, and the statement that freezes them."""
+        optimizer = next((each for each, state in self.tracker.optimizers.pairs() if state.index == index), None)
+        for model in [] if optimizer is None else self.models.of(optimizer):
+            for name, each in model.named_parameters():
+                is_frozen = each.dim() > 1 and not each.requires_grad and is_plain(each)
+                if is_frozen and not bool(each.any()) and (site := self.frozen.frozen_at(each)) is not None:
+                    return name, site
+        return None
 
     def _add_bad_step(self, health: GradientHealth, known: ReadStep) -> None:
         row, state = known.row, known.state

@@ -109,6 +109,7 @@ class TrackedOptimizer:
     cleared: int = 0  # steps on gradients that were cleared or changed since the step before
     names: list[str] = field(default_factory=list)  # of its parameters
     made_at: CallSite = field(default_factory=CallSite)
+    scheduled_at: CallSite | None = None  # where its last scheduler was made
     first_lr: Any = None
     lr: float | None = None  # of its last step
     update: Any = None  # a ``KeptUpdate``, while a step of an optimizer that is not torch's runs
@@ -164,6 +165,8 @@ class TrackedScaler:
     before_update: list[int] = field(default_factory=list)  # those between the two updates before
     before_that: list[int] = field(default_factory=list)
     updated_at: CallSite | None = None
+    # By index of an optimizer: its last unscale, and how many backward passes it had then.
+    unscaled: dict[int, tuple[CallSite, int]] = field(default_factory=dict)
     optimizers: dict[int, None] = field(default_factory=dict)  # indices, in the order of their first steps
     precisions: set[str] = field(default_factory=set)
     threads: list[int] = field(default_factory=list)  # ids, the last used at the end

@@ -30,6 +30,7 @@ from ampwise.watch.inspection import (
     device_and_precision,
     dtype_name,
     eps_of,
+    found_overflow,
     has_fsdp1,
     inner_model,
     leaves_of,
@@ -371,10 +372,16 @@ class CallTracker:
         return state
 
     def unscales(self, scaler: Any, optimizer: Any, state: TrackedOptimizer) -> None:
-        again, half = stage_of(scaler, optimizer) is OptState.UNSCALED, "fp16" in precisions_of(optimizer)
-        event = events.Unscale(site=calling_site(), again=again, half_parameters=half)
+        event = events.Unscale(site=calling_site(), half_parameters="fp16" in precisions_of(optimizer))
+        unscaled = self.scaler_state(scaler).unscaled
+        if stage_of(scaler, optimizer) is OptState.UNSCALED:
+            earlier, passes = unscaled.get(state.index, (None, state.passes))
+            new_pass = state.passes > passes
+            left = new_pass and state.unscaled_at is None and found_overflow(scaler, optimizer)
+            event = replace(event, again=True, earlier=earlier, new_pass=new_pass, left_overflow=left)
         self._tell(event, state.steps + 1)
         state.unscaled_at = event.site
+        unscaled[state.index] = event.site, state.passes
 
     def scaler_steps(
         self, scaler: Any, optimizer: Any, state: TrackedOptimizer, args: Sequence[Any], kwargs: dict[str, Any]
@@ -469,7 +476,9 @@ class CallTracker:
             (replace(each.made, precisions=tuple(sorted(each.precisions))), each) for each in self.scalers.states()
         ]
         self.run_events.scalers = [made for made, state in every if state.steps]
-        self.run_events.unused_scalers = [made for made, state in every if not state.used and made.enabled]
+        # Those made before the watch began may have been used before.
+        unused = (made for made, state in every if not state.used)
+        self.run_events.unused_scalers = [made for made in unused if made.enabled and made.site.file is not None]
         return self.run_events
 
 

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from ampwise.trace.call_site import calling_site, code_owner
 from ampwise.trace.replay import is_finite
 from ampwise.trace.value_ranges import readable_values
+from ampwise.watch.loss_code import own_caller
 from ampwise.watch.patches import Patches
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class ValueReads:
         for name in ("__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
             patches.replace(Tensor, name, partial(self._wrapped_comparison, name))
         patches.replace(Tensor, "numpy", self._wrapped_question)
+        patches.replace(Distribution, "__init__", self._wrapped_distribution)
         for name in ("nan_to_num", "nan_to_num_"):
             patches.replace(torch, name, self._wrapped_replacement)
             patches.replace(Tensor, name, self._wrapped_replacement)
@@ -84,6 +87,13 @@ class ValueReads:
                 self._follow_again()
             with self._guard:
                 self._watch.cleaned.asked(tensor)
+            self._look_into_gradients()
+
+    def _look_into_gradients(self) -> None:
+        """Explain gradients that are not finite while they are as the backward pass has left them."""
+        with self._guard, self._follows.paused():
+            if torch._C._current_autograd_node() is None:  # not in a hook: the pass is over
+                self._watch.bad_steps.any_gradients_unusable()
 
     def _wrapped_question(self, original: Function, bad_is: bool | None = None) -> Function:
         """Return a function such as ``torch.isnan`` that looks at a loss or a gradient that is not finite.
@@ -132,6 +142,24 @@ class ValueReads:
 
         return compare
 
+    def _wrapped_distribution(self, original: Function) -> Function:
+        """Return the constructor of a distribution, which refuses parameters that are not finite."""
+        follows = self._follows
+
+        def make(distribution: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(distribution, *args, **kwargs)
+            except ValueError:
+                if not torch.compiler.is_compiling() and follows():
+                    given = [each for each in vars(distribution).values() if isinstance(each, Tensor)]
+                    refused = [each for each in given if each.grad_fn is not None and not is_finite(each.detach())]
+                    frame = own_caller(sys._getframe(1))
+                    if refused and frame is not None:
+                        self._read_by(frame, refused[0])
+                raise
+
+        return make
+
     def _wrapped_replacement(self, original: Function) -> Function:
         """Return a function such as ``torch.nan_to_num`` that notes NaN in a loss or a gradient."""
         follows = self._follows
@@ -140,12 +168,15 @@ class ValueReads:
             if torch.compiler.is_compiling() or not isinstance(tensor, Tensor) or not tensor.is_cpu or not follows():
                 return original(tensor, *args, **kwargs)  # on a GPU looking at it would sync
             with self._guard:
-                is_loss = tensor.numel() == 1 and tensor.requires_grad
-                if (is_loss or not tensor.requires_grad) and not is_finite(tensor.detach()):
-                    if is_loss or self._watch.cleaned.is_gradient(tensor):
+                if not is_finite(tensor.detach()):
+                    is_loss = tensor.numel() == 1 and tensor.requires_grad
+                    is_gradient = not tensor.requires_grad and self._watch.cleaned.is_gradient(tensor)
+                    if is_loss or is_gradient:
                         what, step = "loss" if is_loss else "gradient", self._watch.tracker.steps + 1
                         self._watch.cleaned.replaced(calling_site(), what, step)
-                    if is_loss:
+                    if is_gradient:
+                        self._look_into_gradients()
+                    elif is_loss or (tensor.grad_fn is not None and bool(tensor.detach().isnan().any())):
                         self._read_by(sys._getframe(1), tensor)
             return original(tensor, *args, **kwargs)
 

@@ -25,7 +25,7 @@ from ampwise.runs.events import EVENT_LISTENERS, LoggedEvent
 from ampwise.runs.rows import CountedFinding
 from ampwise.runs.writer import RecordWriter, exception_data
 from ampwise.trace import bad_steps
-from ampwise.trace.call_site import code_owner
+from ampwise.trace.call_site import code_owner, own_files
 from ampwise.trace.capsule.saving import SHARED_CAPSULES, Capsules
 from ampwise.watch.data_loading import DataLoading
 from ampwise.watch.entry_points import EntryPoints
@@ -36,6 +36,7 @@ from ampwise.watch.models import Models
 from ampwise.watch.patches import FORK_LISTENERS, Patches
 from ampwise.watch.run_events import OptimizerStep, RunEvent, ScalerStep, ScriptFailed
 from ampwise.watch.script_source import findings_in_script
+from ampwise.watch.spent_generators import spent_generators
 from ampwise.watch.step_watch import StepWatch
 from ampwise.watch.time_use import TimeUse
 from ampwise.watch.timing import PROFILED, RunTiming
@@ -228,6 +229,8 @@ class Watch:
             self.step_watch.learning.settle(wait=True)
             self.step_watch.stale.update(self.step_watch.frozen.asking_lines())
             learned = self.step_watch.learned_so_far()
+            files = {*own_files(), *(use.step_site.file or "" for use in learned.optimizers)}
+            learned.spent = dict(spent_generators(sorted(files)) if self.steps else ())
             learned.ended = status == "finished"
             for evidence in (events, *self.healths.values(), learned, self.time_use):
                 if evidence is not None:

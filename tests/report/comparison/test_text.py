@@ -45,7 +45,7 @@ Numbers
   last loss scale             32,768   32,768  same
   losses not finite                1        1  same
   skipped steps, whole run         2        2  same
-  skip rate                     2.0%     2.0%  same
+  skip rate, common steps       2.0%     2.0%  same
   lost in FP16, worst layer    27.3%        –
   lost in FP16, all layers     20.9%        –
   matmuls in half precision    87.3%    95.0%  +7.7 points, better

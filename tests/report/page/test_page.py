@@ -21,6 +21,7 @@ from ampwise.report.page import GENERATOR_MARK, comparison_page, page, update
 from ampwise.report.page.run_view import finding_card
 from ampwise.report.page.syntax import coloured
 from ampwise.report.page.templates import template
+from ampwise.report.verdict import setup_of
 from ampwise.runs.events import LoggedEvent
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import CountedFinding, StepBucket, StepRow
@@ -531,3 +532,12 @@ def test_two_runs(make_run, rules):
     assert "2 new findings: Gradients are clipped while still scaled" in Outline(comparison_page(after, before)).text
     assert "The same 2 findings in both runs" in Outline(comparison_page(before, make_run(folder=Path("b")))).text
     assert [line["name"] for line in data_of(text)["curves"]] == ["before", "after"]
+
+
+def test_a_loss_that_is_a_sum_says_so(make_run):
+    def title(passes):
+        run = make_run({"backward_passes": passes, "steps": 10})
+        assert ("4 backward passes per step, whose losses are added up" in setup_of(run)) == (passes == 40)
+        return data_of(page(run))["titles"].get("loss")
+
+    assert [title(passes) for passes in (40, 10, 37)] == ["Loss, sum of 4 backward passes", None, None]

@@ -58,7 +58,10 @@ NUMBERS = {
     ),
     "skipped": NumberInfo("skipped steps, whole run", "count", "", "of all optimizers"),
     "skip_rate": NumberInfo(
-        "skip rate", "share", "lower", "share of skipped steps of all optimizers, in the steps that both runs have"
+        "skip rate, common steps",
+        "share",
+        "lower",
+        "share of skipped steps of all optimizers, in the steps that both runs have",
     ),
     "median_norm": NumberInfo("median gradient norm", "", "", "before clipping, over the steps that both runs have"),
     "last_scale": NumberInfo("last loss scale", "scale", "", "loss scale at the end of the run"),
@@ -289,6 +292,8 @@ def _end(line: Sequence[StepBucket], stretch: _StepRange) -> tuple[float | None,
     total = NumberStats.over(within)
     if total.bad or total.mean is None or total.low is None or total.high is None:
         return math.nan, None
+    if total.finite < FEWEST_END_STEPS:
+        return total.mean, None
     means = [mean for mean in (NumberStats.over(block).mean for block in _blocks(within)) if mean is not None]
     if len(means) >= FEWEST_BLOCKS:
         return total.mean, statistics.stdev(means)

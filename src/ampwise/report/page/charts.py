@@ -12,7 +12,7 @@ from ampwise.numbers.census.underflow import scale_exponent, underflow
 from ampwise.numbers.formats import find_scalar_format
 from ampwise.report.curves import by_optimizer, skip_rates, thin_out
 from ampwise.report.layers import LayerGradients
-from ampwise.report.run_facts import optimizer_names
+from ampwise.report.run_facts import optimizer_names, passes_per_step
 from ampwise.runs.reader import Run
 from ampwise.runs.rows import METRICS, SKIP_RATE_STEPS, LayerSample, NumberStats
 
@@ -66,8 +66,11 @@ def chart_data(run: Run, layers: Sequence[LayerGradients]) -> dict[str, Any]:
             "steps": layer.steps,
         }
         histograms.append(histogram)
+    drawn, passes = curves_of(curves(run)), passes_per_step(run)
+    if passes > 1:
+        drawn["titles"]["loss"] = f"Loss, sum of {passes} backward passes"
     return {
-        **curves_of(curves(run)),
+        **drawn,
         "formats": formats,
         "format": layers[0].fmt.name if layers and layers[0].fmt.name in FORMATS else FORMATS[0],
         "layers": histograms,

@@ -32,6 +32,15 @@ STEPS = 10
 
 
 def check_learning(facts: Learning) -> Findings:
+    for site, calls in facts.cut_checkpoints.items():
+        if calls.times >= SAMPLES:
+            yield RULE.at(
+                site.place.but(step=calls.step),
+                f"the parameters of {calls.what} get no gradient: no input of this checkpoint needs one, and with "
+                "`use_reentrant=True` only inputs lead the backward pass into it",
+                fix="Pass `use_reentrant=False`, or let the input need gradients: `x.requires_grad_()`.",
+                evidence={"times": calls.times},
+            )
     for use in facts.optimizers:
         if not use.cut_off or use.sampled < SAMPLES or use.followed < STEPS or not facts.ended:
             continue
@@ -39,7 +48,7 @@ def check_learning(facts: Learning) -> Findings:
         last = use.cut_off[-1]
         modules = f"`{last}`" if len(use.cut_off) == 1 else f"`{use.cut_off[0]}` to `{last}`"
         yield RULE.at(
-            use.made_at.place.but(parameter=names[0]),
+            (use.cut_at or use.made_at).place.but(parameter=names[0]),
             f"{listed(names)} got no gradient in any of {use.sampled} steps that were looked at, although {modules} "
             f"ran and the modules after {'it' if len(use.cut_off) == 1 else 'them'} got gradients: the graph is cut "
             f"after `{last}`",

@@ -32,7 +32,7 @@ def check_learning(facts: Learning) -> Findings:
     outside = [each for each in facts.outside if each.passes >= SAMPLES]
     shapes = Counter(shape for each in outside for shape in each.shapes)
     for use in facts.optimizers:
-        if use.sampled < SAMPLES or use.closures or not outside or not use.shapes:
+        if use.sampled < SAMPLES or use.closures or not outside or not use.shapes or use.cut_at is not None:
             continue
         gets_none = use.empty_at_last >= STEPS or len(use.ungraded) == use.trainable
         is_replaced = gets_none and (Counter(use.shapes) & shapes).total() == use.trainable

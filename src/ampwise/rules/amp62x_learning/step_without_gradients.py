@@ -37,6 +37,15 @@ def check_learning(facts: Learning) -> Findings:
         if use.followed < STEPS or use.empty < use.followed or not use.parameters:
             continue
         steps = f"in all {use.followed} steps that were followed"
+        if use.cut_at is not None and use.trainable:
+            yield RULE.at(
+                use.cut_at.place.but(step=1),
+                f"this takes what the {use.parameters} parameters of {use.name} have computed out of the graph of the "
+                f"loss: none of them had a gradient {steps}",
+                fix="Use the value itself. Where a target is to be constant, detach the target.",
+                evidence={"times": use.followed},
+            )
+            continue
         if sum(use.emptied.values()) >= use.followed / 2:
             site, _ = use.emptied.most_common(1)[0]
             yield RULE.at(

@@ -60,6 +60,8 @@ def check_learning(facts: Learning) -> Findings:
         converted = (
             ""
             if group.converted_at is None
+            else "; this line makes a plain tensor, which the module does not register"
+            if group.is_plain
             else "; what this line assigns is made of a parameter, and the module does not register it"
         )
         is_serious = group.clip is not None and (spread or _is_left(group.clip) or group.clip.scaled)

@@ -15,7 +15,8 @@ RULE = Rule(
     why=(
         "No weight learns. The loss does not depend on the parameters any more (a factor of zero, an output that is "
         "clamped or rounded, `argmax`), all units are off, all weights start at zero, as both factors of an adapter, "
-        "or the gradients underflow. With momentum or weight decay the weights still change, which hides it."
+        "a new layer is frozen while its weights are zero, or the gradients underflow. With momentum or weight decay "
+        "the weights still change, which hides it."
     ),
     fix=(
         "Look at the last operations before the loss: `clamp`, `round`, `sign`, a mask, a factor of zero, a dead "
@@ -41,6 +42,9 @@ def check_gradients(health: GradientHealth) -> Findings:
             here = (
                 ": all weights are filled with zeros; of two that are multiplied, each makes the other's gradient zero"
             )
+        if health.frozen_zero is not None:
+            name, site = health.frozen_zero
+            here = f": `{name}` is all zeros and is frozen here, so that nothing before it gets a gradient"
         yield RULE.at(
             (Place() if site is None else site.place).but(step=health.recent[0].last),
             f"all {len(health.values)} gradients are exactly zero in all {health.samples} samples of {health.steps} "

@@ -32,6 +32,13 @@ WHY = {
 
 
 def check_learning(facts: Learning) -> Findings:
+    for site, call in facts.spent.items():
+        yield RULE.at(
+            site.place,
+            f"this loop has nothing to go through: {call.short} passes a generator, which the loop before has used up, "
+            "so the gradients stay as they are",
+            fix="Begin the function with `parameters = list(parameters)`.",
+        )
     for site, calls in facts.idle_clips.items():
         useful = facts.useful_clips[site]
         if calls.times >= TIMES and useful <= FIRST:

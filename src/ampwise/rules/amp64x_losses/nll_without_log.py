@@ -13,9 +13,9 @@ RULE = Rule(
     severity=Severity.WARNING,
     summary="`nll_loss` gets something else than logarithms of probabilities.",
     why=(
-        "`F.nll_loss` only picks the value of the right class and negates it; the logarithm is up to the caller. On "
-        "probabilities the loss lies between -1 and 0, and its gradient vanishes where the model is most wrong; on raw "
-        "outputs nothing bounds it, and it falls to minus infinity."
+        "`F.nll_loss` only picks the value of the right class and negates it; the logarithm is up to the caller, as "
+        "with `F.ctc_loss`. On probabilities the loss lies between -1 and 0, and its gradient vanishes where the model "
+        "is most wrong; on raw outputs nothing bounds it, and it falls to minus infinity."
     ),
     fix="Use `F.cross_entropy` on the raw outputs, or `F.log_softmax` before `F.nll_loss`.",
     bad="loss = F.nll_loss(model(x).softmax(-1), y)",

@@ -15,7 +15,8 @@ RULE = Rule(
     why=(
         "`F.cross_entropy` begins with a softmax, and `binary_cross_entropy_with_logits` with a sigmoid. On "
         "probabilities, which lie between 0 and 1, it can never say that a class is certain: with 10 classes the loss "
-        "does not fall below 1.46, and gradients are small where the model is most wrong."
+        "does not fall below 1.46, and gradients are small where the model is most wrong. `BCELoss` takes the output "
+        "of one sigmoid: that of two is between 0.5 and 0.73."
     ),
     fix="Give the loss the output before the softmax or the sigmoid, and apply that in evaluation only.",
     bad="loss = F.cross_entropy(model(x).softmax(-1), y)",
@@ -28,5 +29,5 @@ TIMES = 3
 def check_learning(facts: Learning) -> Findings:
     for site, calls in facts.normalised.items():
         if calls.times >= TIMES:
-            message = f"a loss that expects logits gets the output of a {calls.what}, and normalises it once more"
+            message = f"a {calls.what} is applied to what is normalised once more before it gets into the loss"
             yield RULE.at((calls.at or site).place.but(step=calls.step), message, evidence={"times": calls.times})

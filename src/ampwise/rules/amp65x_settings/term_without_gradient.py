@@ -11,11 +11,12 @@ RULE = Rule(
     code="AMP655",
     name="term-without-gradient",
     severity=Severity.WARNING,
-    summary="A term of the loss has no gradient: `torch.tensor` has copied the values of tensors that have one.",
+    summary="A term of the loss has no gradient: its values were copied, or are compared with themselves.",
     why=(
         "`torch.tensor(values)` makes a new tensor of numbers. If the values were computed from the parameters, as "
         "log-probabilities or losses of single samples, what leads back to the parameters is lost. The other terms of "
-        "the loss have gradients, so there is no error; this one is reported with the loss, and trains nothing."
+        "the loss have gradients, so there is no error; this one is reported with the loss, and trains nothing. The "
+        "same holds for a loss whose input and target are computed from one and the same values: it is always 0."
     ),
     fix="Join the tensors themselves: `torch.stack(values)`, or `torch.cat(values)`.",
     bad="loss = value_loss - (torch.tensor(log_probs) * advantages).sum()",
@@ -26,6 +27,21 @@ TIMES = 3
 
 
 def check_learning(facts: Learning) -> Findings:
+    for site, calls in facts.flat_penalties.items():
+        if calls.times >= TIMES:
+            yield RULE.at(
+                site.place.but(step=calls.step),
+                "`autograd.grad` without `create_graph=True` gives gradients without a graph: a penalty on them is a "
+                "constant, and trains nothing",
+                fix="Pass `create_graph=True`.",
+                evidence={"times": calls.times},
+            )
+    for site in facts.self_compared:
+        yield RULE.at(
+            site.place,
+            "the input and the target of this loss are computed from the same values: it is 0, whatever these are",
+            fix="Compute the input from the output of the model that is trained.",
+        )
     for site, passes in facts.cut_terms.items():
         if passes.times >= TIMES:
             yield RULE.at(

@@ -16,7 +16,8 @@ RULE = Rule(
         "The cause is a bad batch, a learning rate too high for the weights, or the onset of divergence. It is judged "
         "against the median of the 50 steps before and their spread, the median absolute deviation from it (of the "
         "logarithm, if losses are positive): one step more than 14 spreads up and twice the median, or five steps in a "
-        "row more than 7 spreads up and 1.5 times the median. The first 40 steps do not count."
+        "row more than 7 spreads up and 1.5 times the median. The first 40 steps do not count, nor do losses of "
+        "networks that take turns, as in a GAN: each depends on what the other has learned."
     ),
     fix="Inspect the batch of that step; clip gradients, lower the learning rate, or go back to an earlier checkpoint.",
     bad="optimizer.step()",
@@ -25,7 +26,7 @@ RULE = Rule(
 
 
 def check_gradients(health: GradientHealth) -> Findings:
-    if not health.losses.spikes:
+    if not health.losses.spikes or health.has_rivals:
         return
     worst = max(health.losses.spikes, key=lambda spike: spike.spreads)
     length = f" for {worst.length} steps" if worst.length > 1 else ""

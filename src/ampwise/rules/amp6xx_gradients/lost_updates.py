@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampwise.finding import Findings, Place, Rule, Severity
@@ -31,8 +32,10 @@ RULE = Rule(
 )
 
 MOVED = 0.5  # of the weights with a gradient: a healthy FP32 update changes nearly all
-REPORTS = 2
+STILL = 0.05  # nothing is learned
+REPORTS, REPORTS_OF_STILL = 2, 4
 TRIED = 100  # weights: with fewer, the fraction is noise
+STANDS_STILL = replace(RULE, severity=Severity.ERROR)
 
 
 def check_gradients(health: GradientHealth) -> Findings:
@@ -44,22 +47,32 @@ def check_gradients(health: GradientHealth) -> Findings:
             moved[name] += counts.moved
             tried[name] += counts.tried
     judged = [name for name in tried if tried[name] >= TRIED]
-    stuck = [name for name in judged if moved[name] < MOVED * tried[name]]
-    if not stuck:
+    shares = {name: moved[name] / tried[name] for name in judged if moved[name] < MOVED * tried[name]}
+    if not shares:
         return
-    worst = min(stuck, key=lambda name: moved[name] / tried[name])
-    share = moved[worst] / tried[worst]
-    others = f" (and too few in {len(stuck) - 1} more parameters)" if len(stuck) > 1 else ""
+    worst = min(shares, key=shares.__getitem__)
     cast = health.cast_at.get(worst)
     place = Place() if cast is None else cast.place
-    yield RULE.at(
+    total, changed = sum(tried.values()), sum(moved.values())
+    if changed < STILL * total and len(health.updates) >= REPORTS_OF_STILL:
+        rule = STANDS_STILL
+        said = (
+            f"the weights hardly move: {len(health.updates)} updates that were looked at changed {changed:,} of "
+            f"{total:,} weights with a gradient ({changed / total:.1%})"
+        )
+    else:
+        others = f" (and too few in {len(shares) - 1} more parameters)" if len(shares) > 1 else ""
+        rule = RULE
+        said = f"updates change only {shares[worst]:.1%} of the weights that have a gradient{others}"
+    yield rule.at(
         place.but(parameter=worst, step=health.last_step),
-        f"updates change only {share:.1%} of the weights that have a gradient{others}",
+        said,
         evidence={
-            "moved_share": round(share, 4),
-            "moved": sum(moved[name] for name in stuck),
-            "tried": sum(tried[name] for name in stuck),
-            "parameters": len(stuck),
+            "moved_share": round(shares[worst], 4),
+            "moved": sum(moved[name] for name in shares),
+            "tried": sum(tried[name] for name in shares),
+            "parameters": len(shares),
             "of": len(judged),
+            "lost_updates": {"optimizer": health.optimizer, "moved": {n: round(s, 4) for n, s in shares.items()}},
         },
     )

@@ -18,8 +18,9 @@ RULE = Rule(
         "One NaN in a sample is enough: a matmul spreads it over the sample, the mean over the batch makes the loss "
         "NaN, and the backward pass makes every gradient NaN. No operation is at fault, and no other precision or loss "
         "scale helps. Usual sources are a division or logarithm in the preprocessing (the standard deviation of a "
-        "constant channel), missing values read as NaN, a corrupt file, and inputs above 65504 cast to FP16. `ampwise "
-        "run` draws the bad samples of a DataLoader once more, to name the line that computed the value."
+        "constant channel), missing values read as NaN, a corrupt file, and inputs above 65504 cast to FP16. Samples "
+        "of the DataLoader are drawn once more, to name the line that computed the value: by `ampwise run` the bad "
+        "ones, with the random numbers that they had; by `trace` and the Engine, for up to 3 s, until one is bad."
     ),
     fix=(
         "Inspect the reported samples, and fix or drop them where they are created: in the dataset or the collate "
@@ -55,7 +56,7 @@ def check_op(failure: Failure) -> Findings:
         what = f"{name} {came} with {bad_values_text(source.values)}{_samples(source)}"
         what += f"; {source.made_by} at {source.made_at.in_text}" if source.made_at.file else ""
         what += f", and was first read by {first}" if first else ""
-    yield failure_finding(RULE, failure, what, advice=NUMBER if source.what == "number" else "")
+    yield failure_finding(RULE, failure, what, advice=NUMBER if source.what == "number" else source.advice)
 
 
 def _drawn_text(name: str, source: BadTensor, drawn: DataOrigin) -> str:
@@ -68,7 +69,8 @@ def _drawn_text(name: str, source: BadTensor, drawn: DataOrigin) -> str:
     elif drawn.how == "drawn":
         what = f"`{drawn.site.function}` returns {bad}" if drawn.site.function else "it comes from the dataset"
     of = f"the {drawn.dataset}" if drawn.dataset in ("list", "tuple", "dict") else f"`{drawn.dataset}`"
-    where = f"index {drawn.index} of {of}"
+    where = f"{'such as ' if drawn.is_example else ''}index {drawn.index} of {of}"
+    where += f", drawn {drawn.tries} times" if drawn.tries > 1 else ""
     counts = f"{bad_values_text(source.values)}{_samples(source)}"
     return f"{name} was {bad} before the model: {what} ({where}); {counts}"
 

@@ -35,7 +35,10 @@ def check_op(failure: Failure) -> Findings:
         return
     since = advice = ""
     if failure.source.made_at.file:
-        since = ": it was made from uninitialised memory, and nothing has filled it"
+        if failure.source.made_by.endswith("uninitialised memory"):
+            since = ": it was made from uninitialised memory, and nothing has filled it"
+        else:
+            since = f"; {failure.source.made_by} at {failure.source.made_at.in_text}"
         advice = "Initialise it where it is made, for instance by `nn.init.normal_(parameter, std=0.02)`."
     elif (optimizer := failure.optimizer) is not None:
         rate = ""

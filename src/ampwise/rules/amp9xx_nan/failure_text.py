@@ -156,6 +156,9 @@ def _outcome(failure: Failure, trial: FixTrial) -> str:
             parts.append(same if trial.helps else f"but the loss of an earlier batch goes from {before} to {after}")
     elif trial.bad_gradients:
         parts.append(f"{trial.bad_gradients:,} gradient{'s' if trial.bad_gradients != 1 else ''} not finite")
+    if not trial.finite and trial.origin is not None and trial.origin.site.file:
+        again = " again" if trial.origin.site == failure.site else ""
+        parts.append(f"from {operation_text(trial.origin)} at {trial.origin.site.in_text}{again}")
     return ", ".join(parts) or "still not finite"
 
 
@@ -204,7 +207,8 @@ def gives_text(origin: Origin) -> str:
 def overflows_text(origin: Origin) -> str:
     """Return the operation and how it overflows: "the exponential (exp) overflows in FP16: FP16 ends at 65504"."""
     does = "overflows" if origin.made == "inf" else f"gives {value_text(origin.made)}"
-    return f"{operation_text(origin)} {does} in {format_title(origin.dtype)}{overflow_text(origin)}"
+    where = f" at {origin.site.in_text} of these exponentials" if origin.exponential.file else ""
+    return f"{operation_text(origin)}{where} {does} in {format_title(origin.dtype)}{overflow_text(origin)}"
 
 
 def _result(origin: Origin) -> str:

@@ -39,4 +39,5 @@ def check_op(failure: Failure) -> Findings:
         fix = "It is not a running statistic: check where it is created or loaded (a division by 0?), and rebuild it."
     else:
         fix = f"{RULE.fix}\n    model.get_submodule({module!r}).reset_running_stats()" if module else ""
-    yield failure_finding(RULE, failure, f"the buffer {bad_source_text(source)}", advice=fix)
+    since = f"; {source.made_by} at {source.made_at.in_text}" if source.made_at.file else ""
+    yield failure_finding(RULE, failure, f"the buffer {bad_source_text(source, since)}", advice=fix)

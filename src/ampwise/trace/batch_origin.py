@@ -6,7 +6,6 @@ What neither of them computed was in the data already, or was computed in plain 
 
 from __future__ import annotations
 
-import ast
 import logging
 import math
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from inspect import unwrap
-from types import FunctionType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,15 +26,15 @@ from ampwise.trace.diagnosis import findings_about
 from ampwise.trace.failure import Failure
 from ampwise.trace.failure_facts import DataOrigin, Origin
 from ampwise.trace.module_paths import ModulePaths
-from ampwise.trace.names_in_code import bound_names, tree_of
+from ampwise.trace.names_in_code import assigned_at
+from ampwise.trace.numpy_errors import KINDS, NumpyError, as_array, is_bad, numpy_errors
 from ampwise.trace.op_inspection import inspect_op
 from ampwise.trace.python_state import PythonState, muted_output
 from ampwise.trace.ranks import collectives_refused
 from ampwise.trace.recorder import OpRecorder, RecordedOp, tensors_in, written_arguments
 from ampwise.trace.replay import is_finite
-from ampwise.trace.slicing import slice_back
+from ampwise.trace.slicing import BackwardSlice, slice_back
 from ampwise.train.random_state import capture_random, restore_random
-from ampwise.watch.numpy_errors import KINDS, NumpyError, as_array, is_bad, numpy_errors
 
 __all__ = ["GUARD", "Observation"]
 
@@ -57,13 +56,13 @@ class Observation:
     """A context in which functions of a dataset run unnoticed by the script, and are observed.
 
     Output is dropped; attributes, memory and random numbers are restored at the end; collectives are refused, and
-    arrays are read-only.
+    arrays are read-only. copies_arrays: only large ones are.
     """
 
-    def __init__(self, things: Sequence[Any]) -> None:
+    def __init__(self, things: Sequence[Any], *, copies_arrays: bool = False) -> None:
         self._things = things
         self._errors: dict[bool, list[NumpyError]] = {False: [], True: []}  # by whether samples were collated
-        self._state = PythonState(copies_arrays=False)
+        self._state = PythonState(copies_arrays=copies_arrays, freezes_others=True)
         self._recorder = _DrawRecorder(ModulePaths([], self._state))
         self._stack = ExitStack()
 
@@ -95,6 +94,11 @@ class Observation:
         with numpy_errors(self._errors[collates]), self._recorder:
             return function()
 
+    def forget(self) -> None:
+        """Forget what was observed so far."""
+        for errors in self._errors.values():
+            errors.clear()
+
     # What made a bad value
 
     def origin_of(
@@ -104,11 +108,8 @@ class Observation:
 
         sample: the one of this index. path: the keys that lead to the tensor in the batch.
         """
-        recorder = self._recorder
         known = DataOrigin(dataset=type(dataset).__name__, index=repr(index))
-        given = recorder.given(value)
-        recorder.tape.ranges.settle()
-        found = slice_back(recorder.tape, [given])
+        found = self._sliced(value)
         for op in (*found.computed, *found.literal):
             return self._computed(known, op, by_hand=op in found.literal)
         part = sample
@@ -126,9 +127,28 @@ class Observation:
             return replace(known, how="computed", cause=cause, fix=GUARD, site=error.site)
         returned_by = own_function(dataset if in_samples else collate)
         if held is not None and (held.is_certain or not sites):
-            site = _assigned_at(dataset, held.attribute) or returned_by
+            site = assigned_at(type(dataset), held.attribute)
+            site = site if site.file else returned_by
             return replace(known, how="held", cause=f"{held.name} holds it already", fix=CLEAN, site=site)
         return replace(known, how="drawn", site=returned_by)
+
+    def made(self, value: Tensor) -> tuple[DataOrigin | None, list[Tensor]]:
+        """Return the operation that computed a tensor from finite ones; or the bad ones that it was computed from."""
+        found = self._sliced(value)
+        for op in (*found.computed, *found.literal):
+            return self._computed(DataOrigin(dataset="", index=""), op, by_hand=op in found.literal), []
+        errors = [each for errors in self._errors.values() for each in errors]
+        sites = {each.site: each.kind for each in errors if not each.was_given_bad and not each.is_repaired}
+        if len(sites) == 1:
+            ((site, kind),) = sites.items()
+            cause = f"NumPy reports {KINDS[kind]}"
+            return DataOrigin(dataset="", index="", how="computed", cause=cause, fix=GUARD, site=site), []
+        return None, [read.storage.leaf for _, read, _ in found.sources if read.storage.leaf is not None]
+
+    def _sliced(self, value: Tensor) -> BackwardSlice:
+        given = self._recorder.given(value)
+        self._recorder.tape.ranges.settle()
+        return slice_back(self._recorder.tape, [given])
 
     def _computed(self, known: DataOrigin, op: RecordedOp, *, by_hand: bool) -> DataOrigin:
         if by_hand or any(not math.isfinite(each) for each in op.scalars):
@@ -237,24 +257,3 @@ def own_function(thing: Any) -> CallSite:
     if code is None or code_owner(code.co_filename) != "own":
         return CallSite()
     return CallSite(file=code.co_filename, line=code.co_firstlineno, function=code.co_name)
-
-
-def _assigned_at(dataset: Any, attribute: str) -> CallSite | None:
-    """Return the only line of a dataset's classes that assigns an attribute of ``self``; None if there are more."""
-    found: list[CallSite] = []
-    for kind in type(dataset).__mro__:
-        code = next((each.__code__ for each in vars(kind).values() if isinstance(each, FunctionType)), None)
-        tree = tree_of(code.co_filename) if code is not None and code_owner(code.co_filename) == "own" else None
-        if code is None or tree is None:
-            continue
-        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == kind.__name__]
-        around = [node for node in classes if node.lineno <= code.co_firstlineno <= (node.end_lineno or 0)]
-        functions = [node for node in ast.walk(around[-1]) if isinstance(node, ast.FunctionDef)] if around else []
-        for function in functions:
-            own = function.args.args[0].arg if function.args.args else None
-            found += [
-                CallSite(file=code.co_filename, line=node.lineno, function=function.name)
-                for node in ast.walk(function)
-                if isinstance(node, ast.Assign | ast.AnnAssign) and f"{own}.{attribute}" in bound_names(node, own)
-            ]
-    return found[0] if len(found) == 1 else None

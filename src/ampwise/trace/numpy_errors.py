@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from types import CodeType, FrameType
@@ -18,9 +17,8 @@ from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import code_owner, site_of
 from ampwise.trace.names_in_code import bound_names, call_name, free_names, tree_of
 from ampwise.trace.replay import is_finite
-from ampwise.watch.patches import Patches
 
-__all__ = ["KINDS", "NumpyError", "NumpyWarnings", "as_array", "is_bad", "numpy_errors"]
+__all__ = ["KINDS", "MOST", "NumpyError", "as_array", "error_here", "is_bad", "numpy_errors"]
 
 MOST = 100
 MOST_NUMBERS = 2**17  # items of a list to look at
@@ -58,7 +56,7 @@ class NumpyError(NamedTuple):
         return any(isinstance(node, ast.Call) and call_name(node) in REPAIRS for node in every)
 
 
-def _error_here(kind: str, outside: CodeType | None = None) -> NumpyError | None:
+def error_here(kind: str, outside: CodeType | None = None) -> NumpyError | None:
     """Return the error in the innermost function of the script; None if there is none before a frame of ``outside``."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and code_owner(frame.f_code.co_filename) != "own":
@@ -75,35 +73,13 @@ def _error_here(kind: str, outside: CodeType | None = None) -> NumpyError | None
     return NumpyError(kind, site, frame, here[-1] if here else None, given_bad)
 
 
-class NumpyWarnings:
-    """Lines of the script at which NumPy has warned of a value that it computed from good ones, and that is not finite.
-
-    A script often prepares its data long before the first step, where nothing else observes it.
-    """
-
-    def __init__(self) -> None:
-        self.sites: dict[CallSite, str] = {}  # with the kind
-
-    def install(self, patches: Patches) -> None:
-        patches.wrap(warnings, "_showwarnmsg", self.shown)
-
-    def shown(self, original: Callable[[Any], None], message: Any) -> None:
-        kind, encountered, _ = str(message.message).partition(" encountered in ")
-        if encountered and kind in KINDS and issubclass(message.category, RuntimeWarning) and len(self.sites) < MOST:
-            with suppress(Exception):
-                error = _error_here(kind)
-                if error is not None and not error.was_given_bad and not error.calls_repair:
-                    self.sites[error.site] = kind
-        original(message)
-
-
 @contextmanager
 def numpy_errors(found: list[NumpyError]) -> Iterator[None]:
     """Within the context, add NumPy's errors to the list; NumPy itself neither warns nor raises."""
     outside = sys._getframe(2).f_code  # frames from this on did not call NumPy for the sake of what is observed
 
     def note(kind: str, flag: int) -> None:
-        error = _error_here(kind, outside) if len(found) < MOST else None
+        error = error_here(kind, outside) if len(found) < MOST else None
         if error is not None:
             found.append(error)
 

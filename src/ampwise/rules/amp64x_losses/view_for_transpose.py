@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Findings, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.watch.learning import Learning
+
+RULE = Rule(
+    code="AMP645",
+    name="view-for-transpose",
+    severity=Severity.WARNING,
+    summary="A `view` or `reshape` swaps the sizes of axes, and mixes their values.",
+    why=(
+        "`x.view(b, d, t)` of a tensor of shape (b, t, d) does not transpose it: the values stay in their order, so "
+        "each row of the result has parts of several steps and features. The shapes fit what follows, the loss falls "
+        "a little, and the structure of the input is lost. The last states of an RNN, (layers, b, d), are not "
+        "(b, layers * d) either: such a view joins those of different samples."
+    ),
+    fix="Use `transpose(1, 2)` or `permute`.",
+    bad="h = embedding(tokens)  # (b, t, d)\nconv(h.view(b, d, t))",
+    good="h = embedding(tokens)\nconv(h.transpose(1, 2))",
+)
+
+TIMES = 3
+
+
+def check_learning(facts: Learning) -> Findings:
+    for calls in facts.scrambled.values():
+        if calls.times >= TIMES and calls.at is not None:
+            message = f"a tensor is viewed {calls.what}: this swaps the sizes, and not the axes"
+            yield RULE.at(calls.at.place.but(step=calls.step), message, evidence={"times": calls.times})
