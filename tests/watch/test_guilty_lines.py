@@ -719,6 +719,22 @@ def test_the_line_is_named(tmp_path, monkeypatch, program):
     assert [each.place.line for each in found] == guilty
 
 
+SHARED = """
+class Grid:
+    def __init__(self, cell):
+        vars(self).update({f"c{number}": cell for number in range(1000)})
+
+grid = Grid(Grid(Grid(Grid(None))))
+"""
+
+
+def test_what_a_program_holds_many_times_is_looked_into_once(tmp_path, monkeypatch):
+    """A billion ways lead to the same object: whoever goes all of them does not come to an end."""
+    program = PROGRAMS["a table that an object has computed"].replace("schedule = Sch", f"{SHARED}schedule = Sch")
+    found, guilty = findings_of(tmp_path, monkeypatch, program)
+    assert [each.place.line for each in found] == guilty
+
+
 @pytest.mark.filterwarnings("always")
 @pytest.mark.parametrize(
     "batches", ["data.split(8)", "map(torch.stack, DataLoader(TensorDataset(data), batch_size=8))"]

@@ -120,39 +120,62 @@ def _scopes() -> list[_Scope]:
             found.append(_Scope(way, code.co_filename, here, names, "self" if is_method else None, code))
         frame = frame.f_back
     running = {each.file for each in found if each.code is not None and each.code.co_name == "<module>"}
+    sound = set[tuple[int, int]]()  # modules of a program share most of what they hold
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
         if not file.endswith(".py") or file in running or code_owner(file) != "own":
             continue
-        has_bad = next(_bad_tensors([vars(module)]), None) is not None  # to parse all of a program takes seconds
-        if has_bad and (tree := tree_of(file)) is not None:
+        has_bad = any(_has_bad(each, sound) for each in list(vars(module).values()))
+        if has_bad and (tree := tree_of(file)) is not None:  # to parse all of a program takes seconds
             found.append(_Scope([tree], file, vars(module), vars(module)))
     return found
 
 
-def _tensors_of(value: Any, depth: int = MOST_DEPTH) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in a value, also those of arrays, containers and objects of the script."""
+def _tensors_of(value: Any, depth: int = MOST_DEPTH, seen: set[tuple[int, int]] | None = None) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in a value, also those of arrays, containers and objects of the script.
+
+    seen: ids and depths of what has been looked into, each once.
+    """
+    seen = set() if seen is None else seen
+    tensor, parts = _look_into(value, depth)
+    if tensor is not None:
+        yield tensor
+    for each in parts:
+        key = id(each), depth
+        if key not in seen:
+            seen.add(key)
+            yield from _tensors_of(each, depth - 1, seen)
+
+
+def _look_into(value: Any, depth: int) -> tuple[Tensor | None, Iterable[Any]]:
+    """Return the floating-point tensor that a value is, or else what it consists of."""
     if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value.detach()
-        return
+        return value.detach() if value.is_floating_point() else None, ()
     if not depth or isinstance(value, nn.Module | Optimizer | ModuleType | type | FunctionType | str | int | float):
-        return
-    parts: Any = ()
+        return None, ()
     if isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, list | tuple | deque):
-        parts = value
-    elif (numbers := as_array(value)) is not None:
+        return None, islice(value.values(), MOST_PARTS)
+    if isinstance(value, list | tuple | deque):
+        return None, islice(value, MOST_PARTS)
+    if (numbers := as_array(value)) is not None:
         with suppress(TypeError, ValueError):
-            yield torch.from_numpy(numbers)
-        return
-    elif isinstance(value, DataLoader):
-        parts = (value.dataset,)
-    elif hasattr(value, "__dict__"):
-        parts = vars(value).values()
-    for each in islice(parts, MOST_PARTS):
-        yield from _tensors_of(each, depth - 1)
+            return torch.from_numpy(numbers), ()
+        return None, ()
+    if isinstance(value, DataLoader):
+        return None, (value.dataset,)
+    return None, islice(vars(value).values(), MOST_PARTS) if hasattr(value, "__dict__") else ()
+
+
+def _has_bad(value: Any, sound: set[tuple[int, int]], depth: int = MOST_DEPTH) -> bool:
+    """Return whether a tensor in a value is not finite. sound: ids and depths of what has none, noted here, too."""
+    key = id(value), depth
+    if key in sound:
+        return False
+    tensor, parts = _look_into(value, depth)
+    if (tensor is not None and not is_finite(tensor)) or any(_has_bad(each, sound, depth - 1) for each in parts):
+        return True
+    sound.add(key)
+    return False
 
 
 def _bad_tensors(variables: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:

@@ -46,8 +46,11 @@ def _functions_with_two_loops(file: str) -> tuple[_Function, ...]:
         _Function(node.name, position, argument.arg, second)
         for node in (nodes_of(file) if says(file, ".grad", "for ") else ())
         if isinstance(node, FUNCTIONS)
-        for position, argument in enumerate(node.args.args)
-        if (second := _second_loop(node, argument.arg)) is not None
+        for names in [
+            {each.iter.id for each in node.body if isinstance(each, ast.For) and isinstance(each.iter, ast.Name)}
+        ]
+        for position, argument in enumerate(node.args.args if names else ())
+        if argument.arg in names and (second := _second_loop(node, argument.arg)) is not None
     )
 
 

@@ -8,8 +8,9 @@ the one.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import says
@@ -46,28 +47,30 @@ def with_spread_division(failure: Failure, files: Iterable[str]) -> Failure:
     return failure.but(source=replace(source, drawn=drawn))
 
 
-def _divisions(file: str) -> Iterator[CallSite]:
-    """Yield the lines of a file that divide by a standard deviation or a range, without a guard."""
-    tree = tree_of(file) if any(says(file, f"{name}(") for name in (*SPREADS, *HIGHEST)) else None
-    if tree is None:
-        return
-    spreads = _names_of_spreads(tree)
-    functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
-    in_model = {id(each) for node in functions if node.name == "forward" for each in ast.walk(node)}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.BinOp | ast.AugAssign) or not isinstance(node.op, ast.Div):
-            continue
+@lru_cache(maxsize=4096)  # all files of a script's own code are asked about
+def _divisions(file: str) -> tuple[CallSite, ...]:
+    """Return the lines of a file that divide by a standard deviation or a range, without a guard."""
+    has_range = says(file, "max(", "min(")
+    tree = tree_of(file) if has_range or any(says(file, f"{name}(") for name in SPREADS) else None
+    nodes = list(ast.walk(tree)) if tree is not None else []
+    divisions = [each for each in nodes if isinstance(each, ast.BinOp | ast.AugAssign) and isinstance(each.op, ast.Div)]
+    spreads = _names_of_spreads(nodes) if divisions else {}
+    functions = [each for each in nodes if isinstance(each, FUNCTIONS)]
+    found = []
+    for node in divisions:
         divisor = node.right if isinstance(node, ast.BinOp) else node.value
-        if id(node) not in in_model and _is_spread(divisor, spreads):
-            inner = [each.name for each in functions if each.lineno <= node.lineno <= (each.end_lineno or 0)]
-            yield CallSite(file=file, line=node.lineno, function=inner[-1] if inner else "")
+        if _is_spread(divisor, spreads):
+            around = [each.name for each in functions if each.lineno <= node.lineno <= (each.end_lineno or 0)]
+            if "forward" not in around:  # of a model
+                found.append(CallSite(file=file, line=node.lineno, function=around[-1] if around else ""))
+    return tuple(found)
 
 
-def _names_of_spreads(tree: ast.Module) -> dict[str, str]:
+def _names_of_spreads(nodes: Iterable[ast.AST]) -> dict[str, str]:
     """Return the names of standard deviations, and of highest and lowest values, that nothing guards."""
     found: dict[str, str] = {}
     guarded: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         targets = node.targets if isinstance(node, ast.Assign) else []
         for target in targets:
             if isinstance(target, ast.Subscript):
