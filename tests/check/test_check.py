@@ -229,7 +229,7 @@ def test_what_is_reported_does_not_depend_on_which_process_was_first(tmp_path, p
 TRAIN = """import torch
 from helper import clip
 
-scaler = torch.amp.GradScaler("cuda")
+scaler = torch.amp.GradScaler("cuda")  # for models that autocast by themselves
 for x in data:
     optimizer.zero_grad()
     with torch.autocast("cuda", dtype=torch.float16):
@@ -299,7 +299,7 @@ from torch.amp import GradScaler
 {imports}
 
 def train(model, optimizer, loader):
-    scaler = GradScaler("cuda")
+    scaler = GradScaler("cuda")  # for models that autocast by themselves
     for x, y in loader:
         optimizer.zero_grad()
         scaler.scale(model(x, y)).backward()

@@ -15,7 +15,7 @@ for x in loader:
     scaler.step(optimizer)
     scaler.update()
 """
-HEAD = "import torch\nscaler = torch.amp.GradScaler()\noptimizer = torch.optim.SGD(model.parameters())\n"
+HEAD = "import torch  # autocasts\nscaler = torch.amp.GradScaler()\noptimizer = torch.optim.SGD(model.parameters())\n"
 
 
 def with_questions(number):

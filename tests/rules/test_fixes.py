@@ -14,7 +14,7 @@ from ampwise.check.linter import RuleSelection, check_text
 from .running import fixed, outcome, without_scaler
 
 HEAD = """\
-import torch
+import torch  # the models autocast by themselves
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 model = torch.nn.Linear(3, 1)

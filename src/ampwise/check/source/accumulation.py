@@ -292,6 +292,8 @@ def _last_micro_batch(guard: BranchGuard, region: Region, step: SourceEvent) -> 
     if reached is _is_literal(size, 0):  # for a count down to zero, `left == 0` is `not some(left)`
         return False, None
     counted = dotted_text(counter)
+    if isinstance(counter, ast.Subscript) and isinstance(counter.slice, ast.Constant):  # state["micro_step"]
+        counted = str(counter.slice.value)
     counters = _counters(region.loop.node if region.loop is not None else step.frame.function.node)
     if counted is None or counted in counters:
         return counted is not None, size if counters.get(counted) else None

@@ -22,7 +22,7 @@ from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.modes import dtype_in
 from ampwise.check.source.module_aliases import aliases
-from ampwise.check.source.names import last_name
+from ampwise.check.source.names import last_name, method_called
 from ampwise.check.source.optimized_modules import optimized
 from ampwise.check.source.outline import FunctionOutline
 from ampwise.check.source.precision import argument_of
@@ -335,12 +335,17 @@ def _is_for_training(context: EventContext) -> bool:
     return not any(ASIDE.search(frame.function.name.lower()) for frame in context.frame.callers())
 
 
+def _is_of_framework(event: SourceEvent) -> bool:
+    """Whether an event is a backward that a framework may scale: ``accelerator.backward(loss)``."""
+    return event.kind == EventKind.OPAQUE and method_called(event.node) == "backward"
+
+
 def _trains_after(model: HalfModel, code: SourceFile) -> bool:
     """Whether the cast comes before a backward; one after it is for saving or evaluation."""
     calls = {frame.call for frame in model.context.frame.callers() if frame.call is not None}
     trains = False
     for trace in code.traces:
-        backwards = {event.node for event in trace.events() if event.kind in BACKWARDS}
+        backwards = {event.node for event in trace.events() if event.kind in BACKWARDS or _is_of_framework(event)}
         if not backwards:
             continue
         trains = True

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ampwise.check.source.cases import ALWAYS, Conditions, Made, cases_of, joined
 from ampwise.check.source.casts import cast_dtypes, last_cast, moved
-from ampwise.check.source.frame import Frame, place_of
+from ampwise.check.source.frame import Frame
 from ampwise.check.source.names import last_name
 from ampwise.check.source.outline import FunctionOutline
 from ampwise.check.source.tree_walk import walk
@@ -22,7 +22,7 @@ def aliases(node: ast.expr, frame: Frame) -> Iterator[tuple[ast.expr, Frame, Con
     pending: list[tuple[ast.expr, Frame, Conditions]] = [(node, frame, ALWAYS)]
     seen: set[object] = set()
     for part, home, given in pending:
-        again = place_of(part), home.function, home.call, frozenset(given.items())
+        again = part, home.function, home.call, frozenset(given.items())  # the same name may hold another one later
         if again in seen or len(seen) > MOST_ALIASES:
             continue
         seen.add(again)

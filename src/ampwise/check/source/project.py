@@ -393,8 +393,11 @@ class SourceFile:
 
     @property
     def _scales_itself(self) -> bool:
-        """Whether a file that uses a framework has mixed precision of its own, or the framework's can be followed."""
-        return OWN_AMP.search(self.script.text) is not None or accelerates_in_fp16(self.frame(self.outline.module))
+        """Whether a file that uses a framework has mixed precision or half weights of its own, or uses its scaler."""
+        text = self.script.text
+        if OWN_AMP.search(text) is not None or accelerates_in_fp16(self.frame(self.outline.module)):
+            return True
+        return self.is_accelerated_alone and "bfloat16" in text  # the weights may be
 
     def _inherited(self, methods: list[FunctionOutline]) -> Iterator[tuple[FunctionOutline, ClassOutline]]:
         """Yield base-class methods that call one of ``methods``, such as a trainer's loop that calls a subclass."""
@@ -483,22 +486,33 @@ class SourceFile:
         """All simple statements of this file, once per context."""
         return [site for one in self.traces for site in one.statements if site.context.frame.outline is self.outline]
 
-    @functools.cached_property
+    @property
     def uses_framework(self) -> bool:
         """Whether the file uses a part of a library that does the mixed-precision step itself."""
+        return bool(self.frameworks)
+
+    @functools.cached_property
+    def frameworks(self) -> set[str]:
+        """Libraries that do the mixed-precision step themselves, if the file uses that part of them."""
+        found = set()
         for module in self.outline.imports.modules:  # `import lightning.pytorch`, `from fastai.vision.all import *`
-            names = FRAMEWORKS.get(module.partition(".")[0])
+            package = module.partition(".")[0]
+            names = FRAMEWORKS.get(package)
             if names is not None and (not names or not set(names).isdisjoint(module.split("."))):
-                return True
+                found.add(package)
         for local, full in self.outline.imports.names.items():
             package, _, rest = full.partition(".")
             names = FRAMEWORKS.get(package, ())
-            if names and not set(names).isdisjoint(rest.split(".")):  # `from accelerate import Accelerator`
-                return True
             used = rf"\b{local}\.(?:\w+\.)*(?:{'|'.join(names)})\b"  # `import deepspeed`, `deepspeed.initialize(...)`
-            if names and re.search(used, self.script.text):
-                return True
-        return False
+            is_imported = not set(names).isdisjoint(rest.split("."))  # `from accelerate import Accelerator`
+            if names and (is_imported or re.search(used, self.script.text)):
+                found.add(package)
+        return found
+
+    @property
+    def is_accelerated_alone(self) -> bool:
+        """Whether Accelerate does the step, and no DeepSpeed, which keeps FP32 weights beside those of the model."""
+        return self.frameworks == {"accelerate"} and "deepspeed" not in self.script.text.lower()
 
     @property
     def limits_met(self) -> list[str]:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.check.source.cases import conditions_at, denies, joined
+from ampwise.check.source.cases import Limit, choices_of, conditions_at, denies, joined
+from ampwise.check.source.defaults import last_word
 from ampwise.check.source.events import EventKind
 from ampwise.check.source.half_models import (
     half_by_default,
@@ -18,10 +19,11 @@ from ampwise.check.source.half_models import (
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.modes import NONE, OFF, modes_of
-from ampwise.check.source.names import arguments_given, last_name
+from ampwise.check.source.names import arguments_given, last_name, method_called
 from ampwise.check.source.scaled_losses import may_be_scaled
 from ampwise.check.source.sharding import sharded_models, sharding_policies
 from ampwise.check.source.torch_names import FP16, NOT_A_GRAD_SCALER, SCALER
+from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ RULE = Rule(
 )
 NEEDS = (("autocast", ".half(", "float16", "torch.half", "HalfTensor", "fp16", "fpSixteen", "_half("), (".backward(",))
 
+FP16_BY_NAME = LazyPattern(r"""["']fp16["']""")
 ABOUT_DTYPE = LazyPattern(r"dtype|precision|float|bf16", re.IGNORECASE)
 
 
@@ -84,6 +87,7 @@ def check_source(code: SourceFile) -> Findings:
                 yield RULE.at(backward.place, message)
 
     yield from _half_weights(code, reported)
+    yield from _weights_as_loaded(code, reported)
 
 
 def _half_weights(code: SourceFile, reported: set[ast.AST]) -> Findings:
@@ -120,6 +124,50 @@ def _stepped(region: Region) -> list[SourceEvent]:
     """Return the plain backwards that an optimizer's step follows on some path."""
     visits = region.visits(EventKind.BACKWARD) if region.has(EventKind.OPTIMIZER_STEP) else []
     return [event for event, moments in visits if any(any(one.later(EventKind.OPTIMIZER_STEP)) for one in moments)]
+
+
+def _weights_as_loaded(code: SourceFile, reported: set[ast.AST]) -> Findings:
+    """Yield plain backwards in the mode "fp16" of an option, if each other mode converts the model to FP32.
+
+    Such is ``if prec in ("fp32", "amp"): model.float()``, of a model whose file is FP16.
+    """
+    text = code.script.text
+    converted: list[tuple[ast.Call, str, Frame]] = []
+    for call in code.nodes(ast.Call) if ".float()" in text and FP16_BY_NAME.search(text) else ():
+        if method_called(call) != "float" or call.args or not isinstance(code.script.parents[call], ast.Expr):
+            continue
+        frame = code.frame(code.function_at(call))
+        ways = conditions_at(frame, call)
+        options = {name for way in ways for name in way}
+        others = frozenset(value for way in ways for limit in way.values() for value in limit.among or ())
+        if len(options) == 1 and all(way and all(limit.among for limit in way.values()) for way in ways):
+            option = last_word(options.pop())
+            values = choices_of(code.outline).get(option, frozenset()) | _values_named(option, code)
+            if "fp16" in values - others and others <= values:
+                converted.append((call, option, frame))
+    for backward in [each for region in code.visible_regions for each in _stepped(region)] if converted else ():
+        if backward.node in reported or backward.frame.outline is not code.outline or may_be_scaled(backward):
+            continue
+        ways = conditions_at(backward.frame, backward.node)
+        asked = [(last_word(name), limit) for way in ways for name, limit in way.items()]
+        admitting = {option for option, limit in asked if limit.both(Limit(frozenset(["fp16"]))) is not None}
+        for call, option, frame in converted:
+            if option in admitting and backward.node not in reported:
+                reported.add(backward.node)
+                unless = f"where {spot(call, frame, backward.place)} does not convert them"
+                yield RULE.at(backward.place, f"the weights stay FP16 {unless}, and this loss is not scaled")
+
+
+def _values_named(option: str, code: SourceFile) -> frozenset[str]:
+    """Return the strings that a file compares an option with: ``assert cfg.PREC in ["fp16", "fp32", "amp"]``."""
+    compared = [each for each in code.nodes(ast.Compare) if last_name(each.left) == option]
+    return frozenset(
+        part.value
+        for each in compared
+        for other in each.comparators
+        for part in walk(other)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    )
 
 
 def _bases_of_adapters(code: SourceFile) -> Iterator[tuple[ast.expr, Conditions, Frame]]:

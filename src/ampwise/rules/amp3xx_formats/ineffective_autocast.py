@@ -13,6 +13,7 @@ from ampwise.check.source.modes import NO_AUTOCAST, ON, UNSEEN, modes_of
 from ampwise.check.source.names import arguments_given, dotted_text, method_called
 from ampwise.check.source.precision import NO_CONTEXT, argument_of, autocast_of, literal_bool
 from ampwise.check.source.questions import guard_source
+from ampwise.check.source.scalers import scalers_made
 from ampwise.check.source.tensor_dtypes import KEEPS, TAKES_HALF, TAKES_SINGLE
 from ampwise.check.source.torch_names import AUTOCASTS, DTYPES, FP32, GRAD_SCALERS, MODEL_NAME
 from ampwise.check.source.tree_walk import walk
@@ -26,7 +27,7 @@ RULE = Rule(
     code="AMP312",
     name="ineffective-autocast",
     severity=Severity.WARNING,
-    summary="Autocast has no effect: it is never entered, has no forward inside, or is always disabled.",
+    summary="Autocast has no effect: it is never entered, has no forward inside, is always disabled, or is missing.",
     why=(
         "Autocast chooses the dtype of operations that run inside it, and the backward follows the forward. If it is "
         "created but not entered, or only wraps the loss, `backward()` or `step()`, no matmul runs in half: losses "
@@ -36,7 +37,7 @@ RULE = Rule(
     bad='loss = loss_fn(model(x), y)\nwith torch.autocast("cuda"):\n    scaler.step(optimizer)',
     good='with torch.autocast("cuda"):\n    loss = loss_fn(model(x), y)\nscaler.step(optimizer)',
 )
-NEEDS = (("autocast", "MixedPrecision"), (".backward(", ".step(", "GradScaler", "MixedPrecision"))
+NEEDS = (("autocast", "MixedPrecision", "GradScaler"), (".backward(", ".step(", "GradScaler", "MixedPrecision"))
 
 # Calls that autocast does not affect.
 UNTOUCHED = frozenset(
@@ -60,6 +61,8 @@ PLAIN_CALLS = UNTOUCHED | KEEPS | TAKES_SINGLE | {"long", "size", "sum", "isnan"
 OTHERWISE = LazyPattern(
     r"\.(half|bfloat16)\(\)|MixedPrecision|deepspeed|accelerat|fp8|fully_shard|apex\b(?<!\wapex)|torch_dtype|set_default_dtype"
 )
+# Anything that may be in half, or ask a model for it.
+HALF = LazyPattern(r"autocast|mixed_?precision|half|(float|fp|bf)_?16|deepspeed|apex|fabric", re.I)
 TOLD = LazyPattern(r"(^|_)(fp16|amp|half|autocast|mixed_precision)($|_)")
 ASKS = LazyPattern(r"^(use_|enable_|with_|is_)?(amp|autocast|mixed_precision)(_enabled)?$|^use_(fp16|bf16)$")
 GENERATOR = LazyPattern(r"[._:](g|gen|generator|net_?g|g_?net)(_?(model|net|ddp))?$|generator$", re.I)
@@ -96,7 +99,7 @@ def check_source(code: SourceFile) -> Findings:
         *_always_disabled(code),
         *_only_the_loss(code),
     ]
-    found += [*_beside_autocast(code), *_on_another_device(code), *_generator_outside(code)]
+    found += [*_beside_autocast(code), *_on_another_device(code), *_generator_outside(code), *_without_autocast(code)]
     for node, message in found:
         if node not in reported:
             reported.add(node)
@@ -336,6 +339,23 @@ def _generator_outside(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
             if outside and GENERATOR.search(event.key or "") and event.frame.outline is code.outline:
                 yield event.node, "the generator runs outside of the autocast that its discriminator is in"
                 break
+
+
+def _without_autocast(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
+    """Yield scalers of training steps where neither this file nor one that it imports has anything in half.
+
+    A model that is told, by ``args.mixed_precision`` or ``model(x, use_amp=True)``, may autocast by itself.
+    """
+    asked = (TOLD.search(word.arg or "") for call in code.nodes(ast.Call) for word in call.keywords)
+    if code.uses_framework or HALF.search(code.script.text) or any(asked):
+        return
+    if any(HALF.search(code.project.text(path) or "") for path in code.project.taken_by(code.path)):
+        return
+    stepping = [region for region in code.visible_regions if region.has("scaler step")]
+    forwards = [event for region in stepping for event in region.events_of("forward") if not event.context.no_grad]
+    if any(event.frame.outline is code.outline for event in forwards):
+        for made in scalers_made(code):
+            yield made.node, "this scaler scales the loss, but nothing here is under autocast: this trains in FP32"
 
 
 def _is_another_branch(forward: SourceEvent, other: SourceEvent) -> bool:

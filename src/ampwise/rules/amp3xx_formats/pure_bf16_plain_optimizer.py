@@ -41,7 +41,7 @@ PLAIN = LazyPattern(r"^(torch\.optim\.\w|transformers\.(optimization\.)?AdamW$)|
 
 
 def check_source(code: SourceFile) -> Findings:
-    if code.uses_framework or not code.names("bfloat16"):
+    if (code.uses_framework and not code.is_accelerated_alone) or not code.names("bfloat16"):
         return
     for pair in half_optimizers(code, BF16):
         if _may_be_plain(pair):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ampwise.check.source.half_models import half_models_held, trained_half_models
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
-from ampwise.check.source.precision import dtypes_of
+from ampwise.check.source.precision import argument_of, dtypes_of
 from ampwise.check.source.torch_names import BF16, FP16
 from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
@@ -20,17 +20,19 @@ RULE = Rule(
     code="AMP408",
     name="half-ema",
     severity=Severity.WARNING,
-    summary="An exponential moving average of the weights is kept in half precision.",
+    summary="A moving average of the weights, or a running sum, is kept in half precision.",
     why=(
         "An update with decay 0.999 moves an average by a thousandth of its distance to the weight. BF16 drops a "
         "change below 0.2 % of a value, FP16 one below 0.02 %: in BF16 an average moves only where the weight is more "
-        "than twice as far, in FP16 by a quarter; with decay 0.9999 hardly anything moves at all."
+        "than twice as far, in FP16 by a quarter; with decay 0.9999 hardly anything moves at all. A sum in BF16 "
+        "no longer grows once it is 256 to 512 times as large as what is added."
     ),
-    fix="Keep the average in FP32; cast a copy of it for evaluation or export.",
+    fix="Keep it in FP32; cast a copy of it for evaluation or export.",
     bad="ema = copy.deepcopy(model).to(torch.bfloat16)\nupdate_ema(ema, model, decay=0.9999)",
     good="ema = copy.deepcopy(model).float()\nupdate_ema(ema, model, decay=0.9999)",
 )
-NEEDS = (("ema",), (".half(", "float16"))
+NEEDS = (("ema", "+="), (".half(", "float16"))
+ZEROS = frozenset(("torch.tensor", "torch.zeros", "torch.zeros_like", "torch.as_tensor"))
 
 EMA = LazyPattern(r"(^|_)ema($|_|\d)", re.IGNORECASE)
 # An average that this file changes; a model that was averaged by another script may be cast.
@@ -49,6 +51,7 @@ MOVED = 0.5  # of the values, by all updates between two looks: an average in FP
 
 
 def check_source(code: SourceFile) -> Findings:
+    yield from _sums_in_half(code)
     if not UPDATES.search(code.script.text):
         return
     statements: list[ast.Assign | ast.Expr] = [*code.nodes(ast.Assign), *code.nodes(ast.Expr)]
@@ -67,6 +70,36 @@ def check_source(code: SourceFile) -> Findings:
             place = code.script.place(cast)
             yield RULE.at(place, f"`{average}` is kept in {NAMES[dtype]}, which drops most updates of an average")
     yield from _copies_of_half_models(code)
+
+
+def _sums_in_half(code: SourceFile) -> Findings:
+    """Yield the zeros in half precision to which a loop adds: ``total = torch.zeros((), dtype=torch.bfloat16)``."""
+    adds = [node for node in code.nodes(ast.AugAssign) if isinstance(node.op, ast.Add)]
+    for statement in code.nodes(ast.Assign) if adds else ():
+        made, function = statement.value, code.function_at(statement)
+        frame = code.frame(function)
+        name = dotted_text(statement.targets[0])
+        dtype = argument_of(made, "dtype") if isinstance(made, ast.Call) else None
+        if dtype is None or not isinstance(made, ast.Call) or frame.qualified(made.func) not in ZEROS:
+            continue
+        first = made.args[0] if made.args else None
+        is_zero = last_name(made.func).startswith("zeros") or (isinstance(first, ast.Constant) and first.value == 0)
+        known = dtypes_of(dtype, frame)
+        half = next((each for each in (FP16, BF16) if known == {each}), None)
+        added = [each for each in adds if dotted_text(each.target) == name and code.function_at(each) is function]
+        if half and is_zero and any(_is_repeated(each, statement, code) for each in added):
+            yield RULE.at(
+                code.script.place(made), f"`{name}` is added up in {NAMES[half]}, which soon drops what is added"
+            )
+
+
+def _is_repeated(addition: ast.AugAssign, zero: ast.Assign, code: SourceFile) -> bool:
+    """Whether a loop around an addition, and not around the zero, may add many times."""
+    outer: ast.AST = addition
+    while (outer := code.script.parents[outer]) is not code.function_at(addition).node:
+        if isinstance(outer, ast.For | ast.While | ast.AsyncFor) and zero not in walk(outer):
+            return True
+    return False
 
 
 def _copies_of_half_models(code: SourceFile) -> Findings:
