@@ -52,6 +52,8 @@ LOADS = LazyPattern(r"load|resume|restore", re.IGNORECASE)
 def check_source(code: SourceFile) -> Findings:
     is_apex = bool(apex_users(code)) and "GradScaler" not in code.script.text
     for checkpoint in checkpoints_without_scaler(code):
+        if _is_split(checkpoint):
+            continue
         place, what = checkpoint.frame.outline.script.place(checkpoint.where), "this checkpoint"
         if place.file in code.project.imported and not code.calls_leading_to(place):
             made = next((made.node for made in scalers_made(code)), None)
@@ -68,6 +70,24 @@ def check_source(code: SourceFile) -> Findings:
             edits=edits,
             safe=False,  # a resumed run differs, as it should
         )
+
+
+def _is_split(checkpoint: SavedCheckpoint) -> bool:
+    """Whether the function that saves puts the scaler's state elsewhere, beside no optimizer: into a second file."""
+    frame = checkpoint.frame
+    script, parts = frame.outline.script, walk(frame.function.node)
+    states: dict[str | None, list[tuple[ast.stmt, str | None]]] = {}
+    for call in parts if frame.function.parent is not None else ():
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "state_dict":
+            statement = script.statement(call)
+            target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+            held = dotted_text(target.value) if isinstance(target, ast.Subscript) else None  # state["scaler"] = ...
+            states.setdefault(frame.role(call.func.value), []).append((statement, held or dotted_text(target)))
+    others = states.get(OPTIMIZER, [])
+    return any(
+        all(statement is not each and (held is None or held != name) for each, name in others)
+        for statement, held in states.get(SCALER, [])
+    )
 
 
 def _save_and_load(checkpoint: SavedCheckpoint, code: SourceFile) -> tuple[Edit, ...]:

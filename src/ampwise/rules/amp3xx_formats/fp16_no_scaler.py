@@ -81,9 +81,12 @@ def check_source(code: SourceFile) -> Findings:
             backward = mode.backward
             if backward.node not in reported and backward.frame.outline is code.outline:
                 reported.add(backward.node)
-                line = mode.forward.spot(backward)
+                where = f"the forward in {mode.forward.spot(backward)}"
+                if mode.forward is backward:  # the autocast is around both
+                    around = spot(mode.autocast.node, mode.autocast.frame, backward.place)
+                    where = f"the forward, in the autocast of {around},"
                 how = "may run" if mode.autocast.given else "runs"
-                message = f"the forward in {line} {how} in FP16, but no scaler keeps its gradients from underflowing"
+                message = f"{where} {how} in FP16, but no scaler keeps its gradients from underflowing"
                 yield RULE.at(backward.place, message)
 
     yield from _half_weights(code, reported)

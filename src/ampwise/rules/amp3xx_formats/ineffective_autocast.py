@@ -70,6 +70,7 @@ DISCRIMINATOR = LazyPattern(
     r"[._:](d|disc|discriminator|critic|net_?d|d_?net)(_?(model|net|ddp))?$|discriminator$", re.I
 )
 IN_TIME = LazyPattern(r"epoch|step|iter|warm|batch_?idx|\bi\b|<|>")  # FP32 at the start of training
+NO_GPU = LazyPattern(r"cuda|device|gpu", re.I)  # autocast for a GPU would do nothing there
 STEPS_BACK = 3  # assignments from the argument of a loss back to the forward
 HARMLESS = ast.Expr | ast.Assign | ast.AugAssign | ast.If | ast.Pass
 # Operators that may divide a loss or test a counter; others compute on tensors.
@@ -123,6 +124,8 @@ def _nothing_to_cast(body: list[ast.stmt]) -> set[str]:
             return set()
         if isinstance(part, ast.Call):
             name = method_called(part) or getattr(part.func, "id", "")
+            if isinstance(part.func, ast.Name) and name in OF_THE_STEP:
+                return set()  # a function of this name: `step(model, x)` may run the model
             closes = name == "step" and any(isinstance(arg, ast.Name) and "clos" in arg.id for arg in part.args)
             makes_a_graph = any(word.arg in ("create_graph", "closure") for word in part.keywords)
             if name not in UNTOUCHED or closes or makes_a_graph:
@@ -362,7 +365,7 @@ def _is_another_branch(forward: SourceEvent, other: SourceEvent) -> bool:
     """Return whether one iteration runs either of two forwards, by a choice that training does not make in time."""
     sides = {guard.text: guard for guard in forward.context.guards}
     apart = [guard for guard in other.context.guards if guard.text in sides and sides[guard.text].holds != guard.holds]
-    return bool(apart) and not any(IN_TIME.search(guard_source(guard)) for guard in apart)
+    return bool(apart) and not any(IN_TIME.search(test) or NO_GPU.search(test) for test in map(guard_source, apart))
 
 
 def _switched_on(given: Conditions) -> list[str]:

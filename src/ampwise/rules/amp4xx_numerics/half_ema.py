@@ -44,6 +44,7 @@ UPDATES = LazyPattern(  # each branch begins with a letter, which is fast; so `\
 )
 # Functions that use an average, or a copy of it, for something else than the next update.
 ASIDE = LazyPattern(r"eval|test|valid|infer|predict|export|save|convert|generat|sampl|bench|onnx|visual")
+CASTS_BACK = LazyPattern(r"\.float\(\)|float32")  # in the constructor of an average
 KEEPS_DTYPE = frozenset(("to", "cuda", "eval", "train", "requires_grad_"))
 CASTS = {"half": FP16, "bfloat16": BF16}
 NAMES = {FP16: "FP16", BF16: "BF16"}
@@ -115,6 +116,9 @@ def _copies_of_half_models(code: SourceFile) -> Findings:
         target = (dotted_text(node.targets[0]) or "").rpartition(".")[2]
         made_by = last_name(call.func)
         if not EMA.search(target) or not (made_by == "deepcopy" or "EMA" in made_by or "Ema" in made_by):
+            continue
+        made_here = frame.callee(call)
+        if made_here is not None and CASTS_BACK.search(made_here[0].text):
             continue
         for model in half_models_held(call.args[0], frame, code):
             if model.given and model.node not in trained:
