@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ampwise.check.source.frame import Frame, once_per_argument
 from ampwise.check.source.names import code_of, dotted_text
 from ampwise.check.source.outline import Binding, ClassOutline, FileOutline, FunctionOutline
-from ampwise.check.source.torch_names import DTYPES, GRAD_SCALERS, SPELLINGS
+from ampwise.check.source.torch_names import AUTOCASTS, DTYPES, GRAD_SCALERS, SPELLINGS
 
 MOST_CASES = 24  # an expression with more is treated as unknown
 DEEPEST = 8  # calls followed into functions
@@ -163,6 +163,8 @@ def _truth(case: Case) -> tuple[list[Conditions], list[Conditions]]:
 
 def _is_object(made: Made) -> bool:
     """Whether it is surely an object, which is neither false nor a literal; other calls and names may be anything."""
+    if isinstance(made.node, ast.Name):
+        return made.frame.outline.imports.qualified(made.node) in (*AUTOCASTS, *GRAD_SCALERS)
     if not isinstance(made.node, ast.Call):
         return isinstance(made.node, ast.Dict | ast.List | ast.Tuple | ast.Set | ast.Lambda)
     name = made.frame.qualified(made.node.func) or dotted_text(made.node.func) or ""
@@ -579,6 +581,8 @@ def _cases_of_name(frame: Frame, node: ast.Name) -> Iterable[Case]:
     found: list[Case] = []
     if name in function.params:
         found = _cases_of_parameter(home, name)
+    elif function.parent is None and frame.outline.imports.qualified(node) is not None:
+        found = [Case(Made(node, frame), ALWAYS)]  # try: from torch.amp import autocast; except: autocast = None
     bindings = function.bindings.get(name, [])
     if function is frame.function:  # only what is assigned before, unless all of it is further down, in a loop
         before = [binding for binding in bindings if _end(binding) < node.lineno]

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from ampwise.check.source.frame import Frame
 
 MOVES = frozenset(("to", "cuda", "cpu", "eval", "train", "float", "half", "requires_grad_"))
-WRAPPERS = frozenset(("DataParallel", "DistributedDataParallel", "DDP", "compile", "convert_sync_batchnorm"))
+WRAPPERS = frozenset(
+    ("DataParallel", "DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP", "compile")
+) | {"convert_sync_batchnorm"}
 LISTS = frozenset(("ModuleList", "Sequential"))
 MOST = 16
 

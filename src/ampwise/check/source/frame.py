@@ -290,6 +290,11 @@ class Frame:
         for binding in bindings:
             frame = self if binding.function is self.function else self.lookup.frame(binding.function, owner)
             found += [PossibleValue(None, frame)] if binding.value is None else frame.values(binding.value)
+            # What the constructor got may also be what the only construction in the file gives it.
+            is_given = isinstance(binding.value, ast.Name) and binding.value.id in binding.function.params
+            made = self.lookup.construction(owner, binding.function) if owner is not None and is_given else None
+            if made is not None and binding.value is not None:
+                found += [value for value in made.values(binding.value) if value.node is not None]
         return found
 
     def attribute_bindings(self, owner: ClassOutline, attribute: str) -> list[Binding]:

@@ -24,7 +24,7 @@ from ampwise.check.source.modes import dtype_in
 from ampwise.check.source.module_aliases import aliases
 from ampwise.check.source.names import last_name, method_called
 from ampwise.check.source.optimized_modules import optimized
-from ampwise.check.source.outline import FunctionOutline
+from ampwise.check.source.outline import ClassOutline, FunctionOutline
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.project import SourceFile
 from ampwise.check.source.relevance import Words, says
@@ -36,6 +36,7 @@ from ampwise.check.source.trained_parameters import (
     KEEPS_MORE,
     TRAINS_OTHERS,
     frozen_in,
+    is_trained_by_name,
     ways_without_adapters,
     words_of,
 )
@@ -48,6 +49,7 @@ ASIDE = LazyPattern(r"eval|test|valid|infer|predict|export|save|generat|sampl|be
 # A function with these words may cast a model, or make its optimizer.
 PREPARES: Words = (".half(", "float16", "dtype", "HalfTensor", ".parameters(", "param")
 MOST_FOLLOWED_CALLS = 40
+DEEPEST_PART = 3  # model.encoder.head.proj
 POLICIES = ("MixedPrecision", "MixedPrecisionPolicy")  # of FSDP
 
 
@@ -205,25 +207,46 @@ def _models_optimized(call: ast.Call, site: CodeSite, code: SourceFile) -> Itera
                     if together is not None and dtype in (FP16, BF16) and _is_for_training(context):
                         yield HalfModel(home.key(part) or "", dtype, alias, context, site.node, together)
                 continue
-            keys = {frame.key(alias): ""}
             owner = frame.class_of(alias) if is_whole else None
-            if owner is not None:  # self.encoder.half() in the class of the model
-                path, name = owner.outline.path, owner.name
-                keys |= {f"{path}:{name}.self.{attribute}": attribute for attribute in owner.attributes}
-                made = frame.method(owner, "__init__")
-                if made is not None and made.self_name is not None:  # self.half(), in the class of the model
-                    keys[code.project.frame(made, owner).key(ast.Name(made.self_name))] = ""
-            for key, inner in keys.items():
+            keys = {frame.key(alias): ("", owner)} | (_parts_of(owner, frame, code) if owner is not None else {})
+            for key, (inner, home_class) in keys.items():
                 for model in models.get(key or "", ()):
-                    if inner and model.context.frame.function.owner is not owner:
+                    if inner and model.context.frame.function.owner is not home_class:
                         continue  # that of another instance
                     name = f"{(key or '').rpartition(':')[2]}.{inner or model.part}".rstrip(".")
                     is_frozen = FROZEN_NAME.search(name.lower()) or name.rpartition(".")[2] in frozen_in(code)
+                    if "." in inner:
+                        is_frozen = is_frozen or not is_trained_by_name(inner, code)
                     if not is_frozen and (is_whole or not (model.part or _has_wide_layers(model, casts))):
                         yield model
             known = frame.key(alias) or ""
             if known not in models and any(cast.dtype and not cast.part for cast in casts.get(known, ())):
                 break  # cast back under this name, whatever it was cast to under those before
+
+
+def _parts_of(owner: ClassOutline, frame: Frame, code: SourceFile) -> dict[str | None, tuple[str, ClassOutline | None]]:
+    """Return the keys of what a class casts in itself, each with how it is reached, and the class that holds it."""
+    keys: dict[str | None, tuple[str, ClassOutline | None]] = {}
+    for cls, path in _modules_inside(owner, code):  # self.encoder.half() in the class of the model
+        held = {attribute: (f"{path}{attribute}", cls) for attribute in cls.attributes}
+        keys |= {f"{cls.outline.path}:{cls.name}.self.{attribute}": part for attribute, part in held.items()}
+    made = frame.method(owner, "__init__")
+    if made is not None and made.self_name is not None:  # self.half(), in the class of the model
+        keys[code.project.frame(made, owner).key(ast.Name(made.self_name))] = ("", owner)
+    return keys
+
+
+def _modules_inside(owner: ClassOutline, code: SourceFile) -> Iterator[tuple[ClassOutline, str]]:
+    """Yield a class, and those whose objects its ``__init__`` makes parts of it, with how they are reached from it."""
+    pending = [(owner, "")]
+    for each, path in pending:
+        yield each, path
+        for attribute, bindings in each.attributes.items() if path.count(".") < DEEPEST_PART else ():
+            for binding in bindings:
+                made = binding.value.func if isinstance(binding.value, ast.Call) else None
+                cls = code.project.frame(binding.function, each).definition(made) if made is not None else None
+                if isinstance(cls, ClassOutline) and cls not in [known for known, _ in pending]:
+                    pending.append((cls, f"{path}{attribute}."))
 
 
 def _has_wide_layers(model: HalfModel, casts: Mapping[str, list[Cast]]) -> bool:

@@ -196,12 +196,18 @@ def _returned_autocasts(call: ast.Call, frame: Frame) -> Iterator[AutocastContex
     if target is None or isinstance(target[0].node, ast.Module) or len(frame.callers()) > DEEPEST:
         return
     inside = frame.enter(target[0], call, target[1])
-    for node in walk(target[0].node):
-        if isinstance(node, ast.Return | ast.Yield) and node.value is not None:
-            for value, home in inside.values(node.value):
-                made = home.qualified(value.func) if isinstance(value, ast.Call) and value is not call else None
-                if isinstance(value, ast.Call) and made in AUTOCASTS:
-                    yield _read_call(value, home, AUTOCASTS[made])
+    parts = list(walk(target[0].node))
+    yields = [part for part in parts if isinstance(part, ast.Yield)]
+    for node in parts:
+        held = [node.value] if isinstance(node, ast.Return | ast.Yield) else []
+        if isinstance(node, ast.With) and any(part in yields and part.value is None for part in walk(node)):
+            held = [item.context_expr for item in node.items]  # with autocast(): yield
+        for value, home in [pair for each in held if each is not None for pair in inside.values(each)]:
+            made = home.qualified(value.func) if isinstance(value, ast.Call) and value is not call else None
+            if isinstance(value, ast.Call) and made in AUTOCASTS:
+                found = _read_call(value, home, AUTOCASTS[made])
+                found.optional = isinstance(node, ast.With) and len(yields) > 1
+                yield found
 
 
 def _read_call(call: ast.Call, frame: Frame, device: str | None, partial: ast.Call | None = None) -> AutocastContext:

@@ -82,6 +82,7 @@ class Project:
         self._worth: dict[str, bool] = {}
         self._frames: dict[tuple[FunctionOutline, ClassOutline | None], Frame] = {}
         self._known: dict[tuple[Words, FunctionOutline], bool] = {}
+        self._constructions: dict[ClassOutline, Frame | None] = {}
         self._called: dict[FunctionOutline, list[FunctionOutline]] = {}
         self._nearest: dict[tuple[str, str], str] = {}
         self._recent: dict[str, str | None] = {}
@@ -108,6 +109,19 @@ class Project:
             self._frames[key] = Frame(function, self, instance_of=instance_of)
         return self._frames[key]
 
+    def construction(self, owner: ClassOutline, function: FunctionOutline) -> Frame | None:
+        """Return the frame of a class's ``__init__`` as the only call of the class in its file enters it."""
+        if function.name != "__init__":
+            return None
+        if owner not in self._constructions:
+            self._constructions[owner] = None  # while it is looked for
+            code = self.code(owner.outline.path)
+            named = [call for call in code.nodes(ast.Call) if dotted_text(call.func) == owner.name]
+            where = code.frame(code.function_at(named[0])) if len(named) == 1 else None
+            if where is not None and where.function.owner is not owner and where.definition(named[0].func) is owner:
+                self._constructions[owner] = where.enter(function, named[0], owner)
+        return self._constructions[owner]
+
     # Functions that are worth following.
 
     def is_worth_following(self, function: FunctionOutline, call: ast.Call, context: EventContext) -> bool:
@@ -122,7 +136,7 @@ class Project:
             return True
         if function.outline is caller and context.loops and self._says(function, caller.model_calls):
             return True  # a forward pass, which an evaluation may share with the training
-        if "autocast" in caller.script.text and self._says(function, LOSSES):
+        if has_any(caller.script.text, ("autocast", "MixedPrecision")) and self._says(function, LOSSES):
             return True  # it may get scores in half
         if not any(dotted_text(given) in caller.models for given in arguments_given(call)):
             return False

@@ -1,4 +1,4 @@
-"""FSDP's policies in a script: the dtypes in which ``fully_shard`` runs a model, returns its output, sums gradients."""
+"""FSDP's policies in a script: the dtypes in which it runs a model, returns its output, sums gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLICY_ARGUMENTS = ("param_dtype", "reduce_dtype", "output_dtype")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardingPolicy:
-    """A call of ``MixedPrecisionPolicy``."""
+    """A call of ``MixedPrecisionPolicy``, or of ``MixedPrecision``, of which only ``param_dtype`` is asked."""
 
     call: ast.Call
     frame: Frame
@@ -59,6 +59,28 @@ def sharded_models(code: SourceFile) -> dict[str, ShardingPolicy]:
         policies = list(_policies_given(call, frame))
         if key is not None and len(policies) == 1:
             found[key] = policies[0]
+    return found
+
+
+@functools.lru_cache(maxsize=4)
+def wrapped_models(code: SourceFile) -> dict[str, list[ShardingPolicy]]:
+    """Return the models that the file wraps in ``FullyShardedDataParallel`` with a policy, by key, with its policies.
+
+    Its forward casts the inputs, too, and leaves the output in the dtype it was computed in.
+    """
+    found: dict[str, list[ShardingPolicy]] = {}
+    for site in code.statements if "MixedPrecision(" in code.script.text else ():
+        statement, frame = site.node, site.context.frame
+        call = statement.value if isinstance(statement, ast.Assign) else None
+        name = (frame.qualified(call.func) or "") if isinstance(call, ast.Call) else ""
+        given = argument_of(call, "mixed_precision") if isinstance(call, ast.Call) else None
+        if given is None or not (name.startswith("torch.") and name.endswith(".FullyShardedDataParallel")):
+            continue
+        key = frame.key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+        for value, home in frame.values(given) if key is not None else ():
+            made = (home.qualified(value.func) or "") if isinstance(value, ast.Call) else ""
+            if isinstance(value, ast.Call) and made.startswith("torch.") and made.endswith(".MixedPrecision"):
+                found.setdefault(key or "", []).append(ShardingPolicy(value, home))
     return found
 
 

@@ -24,7 +24,7 @@ from ampwise.check.source.outline import FunctionOutline
 from ampwise.check.source.precision import AutocastContext, argument_of, dtypes_of
 from ampwise.check.source.project import SourceFile
 from ampwise.check.source.reaching_definitions import reaching_values
-from ampwise.check.source.sharding import sharded_models
+from ampwise.check.source.sharding import sharded_models, wrapped_models
 from ampwise.check.source.torch_names import BF16, FP16, FP32, MODEL_NAME
 from ampwise.check.source.walk import CodeSite
 
@@ -66,6 +66,7 @@ KEEPS_OUTSIDE = _words("softmax softmin log_softmax logsumexp exp log pow square
 SCORES = LazyPattern(r"logit|score|pred|out|cls|class", re.IGNORECASE)
 KEY_NAME = LazyPattern(r"(^|_)(key|name)$")
 TEMPERATURE = LazyPattern(r"(^|[._])(t|temp|temperature|tau|kd_t)$", re.IGNORECASE)
+UPCASTS = LazyPattern(r"\.(float|double|to|type)\(|float32|dtype")  # in a forward
 NOT_A_MODEL = LazyPattern(r"criterion|loss|metric|optim|scal|sched", re.IGNORECASE)
 MADE_SINGLE = _words("zeros ones full empty rand randn arange linspace tensor eye one_hot as_tensor from_numpy")
 LAYERS_IN_HALF = _words("Linear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d")
@@ -110,6 +111,7 @@ class TensorDtypes:
     def __init__(self, code: SourceFile, any_mode: bool = False) -> None:
         self.any_mode = any_mode
         self.sharded = sharded_models(code) if any_mode else {}
+        self.wrapped = wrapped_models(code) if any_mode else {}
         self.contexts: dict[tuple[int, int], EventContext] = {}
         self.returns: dict[tuple[int, int], list[CodeSite]] = {}
         for trace in code.traces:
@@ -298,6 +300,12 @@ class TensorDtypes:
             output, computed = policy.dtype("output_dtype"), policy.dtype("param_dtype")
             if output is not None or target is None:
                 return output if output in (FP16, BF16, FP32) else None if output else LIKELY.get(computed or "")
+        policies = [] if context.autocasts else self.wrapped.get(frame.key(node.func) or "", [])
+        run_in = {policy.dtype("param_dtype") for policy in policies}
+        if not run_in.isdisjoint(LIKELY):
+            made = self._returned(node, target[0], frame, seen) if target is not None else None
+            may_upcast = target is not None and UPCASTS.search(target[0].text) is not None
+            return made if made is not None or may_upcast else LIKELY[FP16 if FP16 in run_in else BF16]
         if target is not None:
             return self._returned(node, target[0], frame, seen)
         found = torch_operation(node, frame)
@@ -337,6 +345,8 @@ class TensorDtypes:
         self, node: ast.Call, name: str, tensor: ast.expr | None, context: EventContext, seen: Seen
     ) -> str | None:
         asked = argument_of(node, "dtype")
+        if isinstance(asked, ast.Attribute) and asked.attr == "dtype":  # torch.ones(n, n, dtype=scores.dtype)
+            return self.dtype(asked.value, context, seen)
         if asked is not None:
             dtypes = dtypes_of(asked, context.frame)
             return next(iter(dtypes)) if dtypes and len(dtypes) == 1 and dtypes <= {FP16, BF16, FP32} else None

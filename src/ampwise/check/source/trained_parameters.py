@@ -9,7 +9,10 @@ from ampwise.check.source.cases import ALWAYS, Conditions, Limit, combined, cond
 from ampwise.check.source.casts import module_gone_through
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import dotted_text, last_name
+from ampwise.check.source.precision import argument_of, literal_bool
 from ampwise.check.source.project import SourceFile
+from ampwise.check.source.torch_names import MODEL_NAME
+from ampwise.check.source.tree_walk import walk
 
 FROZEN_NAME = LazyPattern(
     r"teacher|(^|_|\.)ema|vae|clip|text_enc|tokenizer|frozen|reference|ref_model|critic_target|lpips|vgg|vision_tower"
@@ -34,6 +37,7 @@ FREEZES = LazyPattern(
     r"([\w.]+)\.requires_grad_\(\s*(?:requires_grad\s*=\s*)?False|freeze\w*\(\s*([\w.]+)|requires_grad\(([\w.]+),\s*False|"
     r" in ([\w.]+)\.(?:named_)?parameters\(\):\s+(?:[^\n]*\n\s+){0,2}?\w+\.requires_grad(?:_\(|\s*=\s*)False"
 )
+FREEZES_EACH = LazyPattern(r"\.requires_grad(_\(\s*(requires_grad\s*=\s*)?|\s*=\s*)False")
 TRAINS_AGAIN = LazyPattern(r"\.requires_grad(_\((True)?\)|\s*=\s*True)")
 OPTION = LazyPattern(r"[\w.\[\]'\"]+$")
 LONGEST_WORD = 60
@@ -47,6 +51,30 @@ def frozen_in(code: SourceFile) -> set[str]:
     found = (next(filter(None, match), "") for match in FREEZES.findall(code.script.text))
     frozen = {name.rpartition(".")[2] for name in found}
     return frozen - _trained_again(code) if frozen else frozen
+
+
+def is_trained_by_name(path: str, code: SourceFile) -> bool:
+    """Whether nothing may freeze a part, but loops over names: ``if "prompt" not in name: p.requires_grad = False``.
+
+    The part is trained if its path has the word that a name must have to be left out.
+    """
+    if not frozen_in(code).isdisjoint(path.split(".")):
+        return False
+    for call in code.nodes(ast.Call):  # model.requires_grad_(False): all of it, unless more is said
+        func, on = call.func, argument_of(call, "requires_grad", 0)
+        freezes = isinstance(func, ast.Attribute) and func.attr == "requires_grad_" and literal_bool(on) is False
+        if freezes and isinstance(func, ast.Attribute) and MODEL_NAME.search(last_name(func.value)):
+            return False
+    for loop in code.nodes(ast.For):
+        gone_through = module_gone_through(loop)
+        if gone_through is None or not FREEZES_EACH.search(code.script.segment(loop)):
+            continue
+        frame = code.frame(code.function_at(loop))
+        asked = [part for part in walk(loop) if isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.NotIn)]
+        words = [value.node for part in asked for value in frame.values(part.left)]
+        if not any(isinstance(word, ast.Constant) and str(word.value) in path for word in words):
+            return False
+    return True
 
 
 def _trained_again(code: SourceFile) -> set[str]:

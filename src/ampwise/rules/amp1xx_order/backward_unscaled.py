@@ -37,6 +37,7 @@ APPLIES = ("scaled backward", "opaque", "optimizer step", "zero grad", "unscale"
 def check_source(code: SourceFile) -> Findings:
     for region in code.visible_regions:
         found = []  # the plain backward calls, each with the scaler step that applies it
+        may_be_plain = False  # whether some mode has no scaler, or a disabled one
         for backward, moments in region.visits("backward"):
             # On the other paths, within an accumulation window, the gradients only add up.
             applied = [m for m in moments if any(m.later("scaler step", "optimizer step", "scaled backward", "opaque"))]
@@ -46,9 +47,14 @@ def check_source(code: SourceFile) -> Findings:
             # Next to a branch that scales, this may be the branch where the scaler is disabled.
             if region.has("scaled backward") and not all(is_certainly_scaled(step) for step in steps):
                 continue
-            if steps and len(steps) == len(applied) and not may_be_scaled(backward):
+            # Without the scaler, `optimizer.step()` applies them as they are: only the other mode is wrong.
+            plain = [m for m in applied if not region.has("scaled backward") and _is_applied_plainly(m)]
+            if steps and len(steps) + len(plain) == len(applied) and not may_be_scaled(backward):
                 found.append((backward, steps[0]))
+                may_be_plain = may_be_plain or bool(plain)
         edits, doubt = _scaled(found, region, code)
+        if may_be_plain and doubt:
+            edits, doubt = (), None  # where the scaler is None, it has no `scale`
         for backward, step in found:
             fix = f"{RULE.fix} Not a safe fix: {doubt}." if doubt else None
             if not edits:
@@ -72,6 +78,13 @@ def _step_of(moment: Moment, code: SourceFile) -> SourceEvent | None:
         if event.kind != "unscale" or event.key == ANYTHING:
             return None
     return None
+
+
+def _is_applied_plainly(moment: Moment) -> bool:
+    """Whether an optimizer's own step applies this backward, on a path where the scaler is absent or disabled."""
+    first = next(iter(moment.later(*APPLIES)), None)
+    asked = [text for text, holds in moment.path.decided.items() if not holds]
+    return first is not None and first.kind == "optimizer step" and any("scaler" in text.lower() for text in asked)
 
 
 def _may_be_mixed(moment: Moment, step: SourceEvent) -> bool:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.call_events import ANYTHING
@@ -14,7 +15,7 @@ from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import BranchGuard, Frame, Moment, Region, SourceEvent, SourceFile
+    from ampwise.check.source.types import BranchGuard, CodeSite, Frame, Moment, Region, SourceEvent, SourceFile
     from ampwise.watch.run_events import Unscale
 
 RULE = Rule(
@@ -44,7 +45,10 @@ ASKS_FOR_NAN = LazyPattern(r"nan\b|isnan|isinf|_inf\b|\binf\b|finite|overflow|ha
 OF_GRADIENTS = LazyPattern(r"grad(?!_acc|ient_acc)|norm", re.IGNORECASE)
 NAMES_GRADIENTS = LazyPattern(r"\bgrads?\b|grad(ient)?_?norm|(^|\W)(total_|g)?norm\b", re.IGNORECASE)
 # It raises only after many overflows, or when the scale is at its end, or if asked to.
-TOLERATES = LazyPattern(r"scale\b|count|consecutive|patience|tolera|max_|min_|retries|strict|debug|check|detect|raise")
+TOLERATES = LazyPattern(
+    r"scale\b|count|consecutive|patience|tolera|max_|min_|retries|strict|debug|check|detect|raise|"
+    r"scaler|dtype|fp16|bf16|float16|(^|[^a-z])amp([^a-z]|$)"  # or not in the mode with a scaler
+)
 ENDS = "this ends the run at the first overflow: the scaler would skip the step and lower the scale"
 # A check of the norm: `if norm > limit: continue`.
 LIMITS_NORM = LazyPattern(r"norm[^<>]*[<>]|[<>][^<>]*norm", re.IGNORECASE)
@@ -92,15 +96,15 @@ def _ends_the_run(region: Region) -> Findings:
             frame, context = site.context.frame, site.context
             if not isinstance(site.node, ast.Raise) or context.loops != backward.context.loops:
                 continue
-            if site.node.lineno < _line_in(frame, backward):
+            if _is_between(site, None, backward) or not any(_is_between(site, backward, each) for each in updates):
                 continue
             further = [guard for guard in context.guards if guard not in backward.context.guards]
             asked = next((guard for guard in further if _asks_for_overflow(guard)), None)
-            if asked is None or asked.test is None or any(TOLERATES.search(guard_source(guard)) for guard in further):
+            # What the update is under, too, is about the whole step: `if micro_step_count == accumulation_steps:`.
+            own = [guard for guard in further if not any(guard in each.context.guards for each in updates)]
+            if asked is None or asked.test is None or any(TOLERATES.search(guard_source(guard)) for guard in own):
                 continue
-            if asked.test not in seen and any(
-                site.node.lineno < _line_in(frame, each) < float("inf") for each in updates
-            ):
+            if asked.test not in seen:
                 seen.add(asked.test)
                 yield RULE.at(frame.outline.script.place(asked.test), ENDS)
     for clip, moments in region.visits("clip"):
@@ -110,12 +114,26 @@ def _ends_the_run(region: Region) -> Findings:
             yield RULE.at(clip.place, ENDS, fix="Leave out `error_if_nonfinite`: the scaler skips such a step.")
 
 
-def _line_in(frame: Frame, event: SourceEvent) -> float:
-    """Return the line of a function at which an event happens: its own, or that of the call that leads to it."""
-    if event.frame is frame:
-        return event.line
-    calls = [inner.call for inner in event.frame.callers() if inner.caller is frame and inner.call is not None]
-    return calls[0].lineno if calls else float("inf")
+def _is_between(site: CodeSite, first: SourceEvent | None, last: SourceEvent) -> bool:
+    """Whether a statement comes after one event and before another, by the lines of the function that leads to both."""
+    first_line, last_line = (0, 0) if first is None else _lines(site, first), _lines(site, last)
+    return first_line[1] <= first_line[0] and last_line[0] < last_line[1]
+
+
+def _lines(site: CodeSite, event: SourceEvent) -> tuple[int, int]:
+    """Return the lines of a statement and of an event, or of the calls that lead to them, in the function of both."""
+    theirs = dict(_calls_to(event.node, event.frame))
+    for frame, node in _calls_to(site.node, site.context.frame):
+        if frame in theirs:
+            return getattr(node, "lineno", 0), getattr(theirs[frame], "lineno", 0)
+    return 0, 0
+
+
+def _calls_to(node: ast.AST, frame: Frame) -> Iterator[tuple[Frame, ast.AST]]:
+    """Yield a node in its function, then in each calling function the call that leads to it."""
+    for each in frame.callers():
+        yield each, node
+        node = each.call or node
 
 
 def _asks_for_overflow(guard: BranchGuard) -> bool:

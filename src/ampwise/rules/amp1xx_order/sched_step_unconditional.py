@@ -53,7 +53,7 @@ SCALER_ITSELF = r"(?i)\w*scaler\b(?!\.)|\w*scaler\.(_enabled|is_enabled)\b"
 LOOKS_AT_STEP = LazyPattern(r"get_scale|found_inf|isfinite|isnan|isinf|overflow|skip")
 OF_GRADIENTS = LazyPattern(r"grad|norm|overflow|found_inf|scale", re.IGNORECASE)
 ONCE_PER_EPOCH = LazyPattern(
-    r"==.*\blen\(|\blen\(.*==|last_(batch|iter|step)|(end|end_of|per|new)_epoch|epoch_end|"
+    r"==.*\blen\(|\blen\(.*==|last_(batch|iter|step)(?! *[-+<>])|(end|end_of|per|new)_epoch|epoch_end|"
     r"\b(i|j|it|idx|step|iteration|i_?batch|batch_?(idx|i|id|index)?) == \d"
 )
 LR_FINDER = LazyPattern(r"lr_?find|find_?lr|record_lr|range_test|lr_range", re.IGNORECASE)
@@ -84,6 +84,8 @@ def check_source(code: SourceFile) -> Findings:
         for move in moves:
             iteration = _iteration(move)
             steps = [step for step in trace.events() if step.kind == "scaler step" and _repeats(move, step, trace)]
+            if any(_follows_an_epoch(move, step, trace) for step in steps):
+                continue
             if any(step.key == ITS_SCALER for step in steps) and holds_back(move.receiver, code):
                 continue
             unguarded = [step for step in steps if not _is_guarded(move, step.context)]
@@ -207,6 +209,22 @@ def _repeats(move: SourceEvent, step: SourceEvent, trace: CodeTrace) -> bool:
         if mine[: len(its)] != its or mine not in backwards:
             return False
     return _may_meet(move.context, step.context)
+
+
+def _follows_an_epoch(move: SourceEvent, step: SourceEvent, trace: CodeTrace) -> bool:
+    """Return whether the step beside a scheduler's is only that of the batches left over, after a loop over batches.
+
+    The loop steps the same optimizer, and not the scheduler.
+    """
+    iteration = _iteration(move)
+    deeper = [
+        event for event in trace.events() if _iteration(event)[: len(iteration)] == iteration != _iteration(event)
+    ]
+    if any(event.kind == "scheduler step" and event.key == move.key for event in deeper):
+        return False
+    loops = [_iteration(event)[-1] for event in deeper if event.kind == "scaler step" and event.other == step.other]
+    over_batches = [loop for loop in loops if not mentions_accumulation(getattr(loop.node, "iter", None))]
+    return _iteration(step) == iteration and bool(over_batches)
 
 
 def _may_meet(one: EventContext, other: EventContext) -> bool:

@@ -68,11 +68,27 @@ def _may_be_used(target: ast.Name | ast.Attribute, code: SourceFile) -> bool:
         return REACHES_ALL in reads or any(_uses(node, code) for node in reads.get(target.id, ()))
     if home.owner is None or dotted_text(target.value) != "self":
         return True
-    if any(dotted_text(base) not in PLAIN_BASES for base in home.owner.node.bases):
-        return True  # a base class defined elsewhere may use it
+    fetched = reads.get(f".{target.attr}", ())
+    is_derived = any(dotted_text(base) not in PLAIN_BASES for base in home.owner.node.bases)
+    if is_derived and not any(_is_left_out(node, code) for node in fetched):
+        return True  # a base class defined elsewhere may use it, if the class has no step of its own without it
     # getattr(self, "scaler") reads it too.
     named = any(node.value == target.attr for node in code.nodes(ast.Constant))
-    return named or any(_uses(node, code) for node in reads.get(f".{target.attr}", ()))
+    return named or any(_uses(node, code) for node in fetched)
+
+
+def _is_left_out(node: ast.expr, code: SourceFile) -> bool:
+    """Whether ``scaler = self.scaler`` stands in a function that has a backward of its own."""
+    return _renamed(node, code) is not None and ".backward(" in code.function_at(node).text
+
+
+def _renamed(node: ast.expr, code: SourceFile) -> str | None:
+    """Return the local name that is all a read of the scaler goes to."""
+    above = code.script.parents[node]
+    targets = above.targets if isinstance(above, ast.Assign) and above.value is node else []
+    target, function = (targets[0] if len(targets) == 1 else None), code.function_at(node)
+    is_local = isinstance(target, ast.Name) and function.parent is not None and target.id not in function.outside
+    return target.id if isinstance(target, ast.Name) and is_local else None
 
 
 def _uses(node: ast.expr, code: SourceFile, depth: int = 0) -> bool:
@@ -81,6 +97,10 @@ def _uses(node: ast.expr, code: SourceFile, depth: int = 0) -> bool:
     above = parents[node]
     if isinstance(above, ast.Attribute) and above.attr in IDLE:
         return False
+    renamed = _renamed(node, code) if depth < DEEPEST else None
+    if renamed is not None:  # scaler = self.scaler
+        inside = _read_in(code.function_at(node).node)
+        return REACHES_ALL in inside or any(_uses(read, code, depth + 1) for read in inside.get(renamed, ()))
     word = above.arg if isinstance(above, ast.keyword) else None
     call = parents[above] if isinstance(above, ast.keyword) else above
     if not isinstance(call, ast.Call) or call.func is node or depth >= DEEPEST:

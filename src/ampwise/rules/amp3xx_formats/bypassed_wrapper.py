@@ -43,6 +43,7 @@ NOT_TRAINED = LazyPattern(
 )  # not a trained wrapper
 # The script averages gradients itself.
 OWN_AVERAGE = LazyPattern(r"all_?reduce\w*\([^\n]*grad|(average|(all_?)?reduce|synchroni[sz]e)_\w*grad|sync_grad\w*\(")
+TARGETS = LazyPattern(r"(^|_)(labels?|targets?|gt|ground_truth|y_true)$")
 ON_PURPOSE = LazyPattern(r"sync|accum|%|is_last|boundary|micro")  # only the last micro-batch goes through the wrapper
 SUMMONS = ("summon_full_params", "unshard")  # inside, FSDP's parameters are whole
 AROUND_A_STEP = ("accumulate", "no_sync", "join_uneven_inputs")  # contexts of a wrapper that run no forward
@@ -78,6 +79,8 @@ def check_source(code: SourceFile) -> Findings:
             if outer is None or name is None or NOT_TRAINED.search(name.rpartition(".")[2]):
                 continue
             tests = _tests(call, code, frame)
+            if method and _prepares_targets(call, code):
+                continue
             if any(ON_PURPOSE.search(ast.unparse(test)) for test in tests):
                 continue
             kind = _tested_wrapper(tests, frame) or next(
@@ -92,6 +95,14 @@ def check_source(code: SourceFile) -> Findings:
                 if end and not own_average and not _runs_wrapper(name, call, end, own, code, frame):
                     what = f"calls the module inside `{name}`: past {kind}, gradients are not averaged over the ranks"
                     yield RULE.at(code.script.place(call), what)
+
+
+def _prepares_targets(call: ast.Call, code: SourceFile) -> bool:
+    """Whether a method only changes the targets of a loss: ``label = model.module.clamp(label)``."""
+    statement = code.script.statement(call)
+    names = {dotted_text(part) or "" for part in arguments_given(call)}
+    held = dotted_text(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+    return names == {held} and TARGETS.search(held or "") is not None
 
 
 def _passed_to_training(code: SourceFile, calls: dict[FunctionOutline, list[ast.Call]]) -> Findings:

@@ -17,8 +17,9 @@ from ampwise.check.source.half_models import (
     sharded_in,
 )
 from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.lightning import hand_cast_modules
 from ampwise.check.source.line_references import spot
-from ampwise.check.source.modes import NONE, OFF, modes_of
+from ampwise.check.source.modes import NONE, OFF, autocasts_in, modes_of
 from ampwise.check.source.names import arguments_given, last_name, method_called
 from ampwise.check.source.scaled_losses import may_be_scaled
 from ampwise.check.source.sharding import sharded_models, sharding_policies
@@ -51,7 +52,10 @@ RULE = Rule(
         "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
     ),
 )
-NEEDS = (("autocast", ".half(", "float16", "torch.half", "HalfTensor", "fp16", "fpSixteen", "_half("), (".backward(",))
+NEEDS = (
+    ("autocast", ".half(", "float16", "torch.half", "HalfTensor", "fp16", "fpSixteen", "_half("),
+    (".backward(", "LightningModule"),
+)
 
 FP16_BY_NAME = LazyPattern(r"""["']fp16["']""")
 ABOUT_DTYPE = LazyPattern(r"dtype|precision|float|bf16", re.IGNORECASE)
@@ -59,6 +63,7 @@ ABOUT_DTYPE = LazyPattern(r"dtype|precision|float|bf16", re.IGNORECASE)
 
 def check_source(code: SourceFile) -> Findings:
     if code.uses_framework:
+        yield from _cast_by_hand(code)
         return
     reported: set[ast.AST] = set()
     for mode in modes_of(code):
@@ -91,6 +96,24 @@ def check_source(code: SourceFile) -> Findings:
 
     yield from _half_weights(code, reported)
     yield from _weights_as_loaded(code, reported)
+
+
+def _cast_by_hand(code: SourceFile) -> Findings:
+    """Yield the losses of Lightning modules that are computed in FP16 by an autocast of their own, and never scaled."""
+    text = code.script.text
+    if "Lightning" not in text or "autocast" not in text or "caler" in text:
+        return
+    for module in hand_cast_modules(code):
+        ways = [one for site in module.in_autocast for one in autocasts_in(site.context)]
+        if any(one.dtype == FP16 and one.device != "cpu" for one in ways):
+            calls = [site.call for site in module.training.calls if method_called(site.call) == "manual_backward"]
+            where: ast.expr = calls[0] if calls else module.in_autocast[0].context.autocasts[0].node
+            message = "autocast may be FP16 here, but Lightning scales no loss unless its Trainer gets a `precision`"
+            yield RULE.at(
+                code.script.place(where),
+                message,
+                fix="Give the Trainer `precision='16-mixed'` and leave autocast to it.",
+            )
 
 
 def _half_weights(code: SourceFile, reported: set[ast.AST]) -> Findings:

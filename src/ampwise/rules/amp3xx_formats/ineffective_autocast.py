@@ -9,19 +9,28 @@ from ampwise.check.source.cases import FALSE, conditions_at
 from ampwise.check.source.half_models import POLICIES
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
-from ampwise.check.source.modes import NO_AUTOCAST, ON, UNSEEN, modes_of
+from ampwise.check.source.modes import NO_AUTOCAST, NONE, OFF, ON, UNKNOWN, UNSEEN, modes_of
 from ampwise.check.source.names import arguments_given, dotted_text, method_called
 from ampwise.check.source.precision import NO_CONTEXT, argument_of, autocast_of, literal_bool
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.scalers import scalers_made
 from ampwise.check.source.tensor_dtypes import KEEPS, TAKES_HALF, TAKES_SINGLE
-from ampwise.check.source.torch_names import AUTOCASTS, DTYPES, FP32, GRAD_SCALERS, MODEL_NAME
+from ampwise.check.source.torch_names import AUTOCASTS, BF16, DTYPES, FP16, FP32, GRAD_SCALERS, MODEL_NAME
 from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
     from ampwise.check.source.cases import Conditions
-    from ampwise.check.source.types import AutocastContext, CodeSite, CodeTrace, EventContext, SourceEvent, SourceFile
+    from ampwise.check.source.modes import Mode
+    from ampwise.check.source.types import (
+        AutocastContext,
+        CodeSite,
+        CodeTrace,
+        EventContext,
+        Frame,
+        SourceEvent,
+        SourceFile,
+    )
 
 RULE = Rule(
     code="AMP312",
@@ -100,7 +109,8 @@ def check_source(code: SourceFile) -> Findings:
         *_always_disabled(code),
         *_only_the_loss(code),
     ]
-    found += [*_beside_autocast(code), *_on_another_device(code), *_generator_outside(code), *_without_autocast(code)]
+    found += [*_beside_autocast(code), *_on_another_device(code), *_generator_outside(code)]
+    found += [*_without_autocast(code), *_off_when_scaled(code)]
     for node, message in found:
         if node not in reported:
             reported.add(node)
@@ -269,14 +279,26 @@ def _is_plain(site: CodeSite, trace: CodeTrace) -> bool:
     """Return whether a call under autocast is a loss without a model, or one that has no matmul."""
     call, frame = site.call, site.context.frame
     target = frame.callee(call)
+    if target is not None and target[0] in trace.followed:
+        return True  # its calls are judged one by one
+    given = [dotted_text(part) or "" for part in arguments_given(call)]
+    runs_a_model = any(part in frame.outline.models or MODEL_NAME.search(part.rpartition(".")[2]) for part in given)
+    if frame.call is not None and _is_loss(frame.call) and _is_imported(call.func, frame):
+        return not runs_a_model  # a helper of a loss, from another file: masked_mean(ratio, mask)
     if target is not None:
-        return target[0] in trace.followed  # its calls are judged one by one
+        return False
     if _is_loss(call):
-        given = [dotted_text(part) or "" for part in arguments_given(call)]
-        return not any(name in frame.outline.models or MODEL_NAME.search(name.rpartition(".")[2]) for name in given)
+        return not runs_a_model
     name = method_called(call) or getattr(call.func, "id", "")
     is_torch = (frame.qualified(call.func) or "").startswith("torch.") and name.islower()
     return name in PLAIN_CALLS or (is_torch and name not in TAKES_HALF)
+
+
+def _is_imported(func: ast.expr, frame: Frame) -> bool:
+    """Whether it is the name of a function of another file, which is not named like a model."""
+    if not isinstance(func, ast.Name) or func.id[:1].isupper() or MODEL_NAME.search(func.id):
+        return False
+    return frame.function.home_of(func.id) is None and not HAS_A_NETWORK.search(func.id)
 
 
 def _forward_before(site: CodeSite, forwards: dict[ast.expr, EventContext]) -> ast.expr | None:
@@ -325,6 +347,30 @@ def _beside_autocast(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
                 last[backward] = forward, min(shared)
     for forward, option in last.values():
         yield forward.node, f"`{option}` has the loss scaled, but this forward is not under autocast, as another is"
+
+
+def _off_when_scaled(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
+    """Yield autocasts of a step that are on only where its loss is not scaled: ``enabled=amp and scaler is None``."""
+    text = code.script.text.replace("fully_shard", "")  # without a policy it runs in the dtype of the parameters
+    if code.uses_framework or OTHERWISE.search(text) or "mp_policy" in text or _autocasts_in_a_forward(code):
+        return
+    modes: dict[SourceEvent, list[Mode]] = {}
+    for mode in modes_of(code):
+        fails = any(name.startswith("an exception") for name in _switched_on(mode.given))
+        if mode.forward.context.autocasts and not fails:
+            modes.setdefault(mode.forward, []).append(mode)
+    for forward, own in modes.items():
+        scaled = [mode for mode in own if mode.scaler.state == ON]
+        in_half = [mode for mode in own if mode.autocast.dtype in (FP16, BF16)]
+        # One mode that we cannot tell, or a scaler that is on under autocast, and the code may be right.
+        is_certain = all(mode.scaler.state in (ON, OFF, NONE) and mode.autocast.dtype != UNKNOWN for mode in own)
+        if not (scaled and in_half and is_certain) or any(mode.scaler.state != NONE for mode in in_half):
+            continue
+        autocast = forward.context.autocasts[-1]
+        homes = {forward.frame.outline, autocast.entered_in.outline if autocast.entered_in is not None else None}
+        if autocast.manager is not None and homes == {code.outline}:
+            line = spot(scaled[0].backward.node, scaled[0].backward.frame, code.script.place(autocast.manager))
+            yield autocast.manager, f"autocast is off here wherever the loss is scaled, {line}: that mode runs in FP32"
 
 
 def _generator_outside(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:

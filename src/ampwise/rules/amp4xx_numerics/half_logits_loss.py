@@ -7,6 +7,7 @@ from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.modes import entered_by
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.reaching_definitions import reaching_values
+from ampwise.check.source.sharding import wrapped_models
 from ampwise.check.source.tensor_dtypes import (
     HALF,
     KEEPS,
@@ -35,10 +36,11 @@ RULE = Rule(
         "Autocast runs losses and softmax in FP32, but only inside its block. Outside, the FP16 output of a linear "
         "layer gives an FP16 loss: 11 bits, steps of 0.008 near 10 (0.06 in BF16), inf above 65504. The gradient of "
         "that loss is the loss scale, and GradScaler's first one, 65536, is inf in FP16: steps are skipped until it "
-        "is 32768, and again each time it grows. FSDP's `MixedPrecisionPolicy` is no autocast: with `param_dtype` in "
-        "16 bits the model's output has 16 bits, unless `output_dtype` says otherwise, and no loss is run in FP32."
+        "is 32768, and again each time it grows. FSDP's `MixedPrecisionPolicy` and `MixedPrecision` are no autocast: "
+        "with `param_dtype` in 16 bits the model's output has 16 bits, unless `output_dtype` says otherwise, and no "
+        "loss is run in FP32."
     ),
-    fix="Compute the loss inside the autocast block, or on `.float()` scores; with FSDP: `output_dtype`.",
+    fix="Compute the loss inside the autocast block, or on `.float()` scores; with `fully_shard`: `output_dtype`.",
     bad='with torch.autocast("cuda"):\n    scores = model(x)\nloss = F.cross_entropy(scores, y)',
     good='with torch.autocast("cuda"):\n    scores = model(x)\n    loss = F.cross_entropy(scores, y)',
 )
@@ -53,13 +55,16 @@ LAYERS = (*LOSS_LAYERS, "LogSoftmax")
 SCORES = LazyPattern(r"logit|score|pred")
 MOST_NAMES = 20  # between the scores of a loss and what its function gets
 TRAINS = (".backward(", ".zero_grad(", "caler(loss")
-NEEDS = (("autocast", "MixedPrecisionPolicy"), TRAINS, (*FUNCTIONS[:3], "log_softmax", "logsumexp", ".log(", *LAYERS))
+NEEDS = (("autocast", "MixedPrecision"), TRAINS, (*FUNCTIONS[:3], "log_softmax", "logsumexp", ".log(", *LAYERS))
 
 
 def check_source(code: SourceFile) -> Findings:
     if code.uses_framework or "convert_outputs_to_fp32" in code.script.text:
         return
     dtypes = tensor_dtypes(code, any_mode=True)
+    # Language models of transformers upcast their logits only for a loss of their own, since 4.46.
+    imported = [name for name in code.outline.imports.names.values() if name.startswith("transformers.")]
+    keeps_its_dtype = any(name.endswith("ForCausalLM") for name in imported)
     reported: set[ast.AST] = set()
     for site in code.calls:
         call, context = site.call, site.context
@@ -67,15 +72,19 @@ def check_source(code: SourceFile) -> Findings:
             continue
         for tensor in _scores(call, context):
             dtype = dtypes.dtype(tensor, context)
-            # Part of an output in BF16 is often upcast, as by the models of transformers.
             is_scores = dtype == METHOD and bool(SCORES.search(ast.unparse(tensor)))
+            # A part of an output in BF16 is often upcast by the model.
+            if dtype == PART[LIKELY_BF16] and keeps_its_dtype:
+                is_scores = any(".logits" in frame.function.text for frame in context.frame.callers())
             if is_scores or dtype in (HALF, LIKELY_HALF, PART[LIKELY_HALF], BF16, LIKELY_BF16):
                 reported.add(code.script.statement(call))
-                where, tensor = _given_by(call, tensor, context, code)
+                where = call
+                if "autocast" in code.script.text:  # else there is no block that a caller could move the loss into
+                    where, tensor = _given_by(call, tensor, context, code)
                 if code.script.statement(where) in reported and where is not call:
                     break
                 reported.add(code.script.statement(where))
-                name = "BF16" if dtype in (BF16, LIKELY_BF16) else "FP16"
+                name = "BF16" if dtype in (BF16, LIKELY_BF16, PART[LIKELY_BF16]) else "FP16"
                 scores = code.script.segment(tensor)[:40]
                 verb = "may be" if _is_chosen(code) else "is"
                 message = f"`{scores}` {verb} in {name} outside of autocast, so this loss {verb} computed in {name}"
@@ -84,8 +93,10 @@ def check_source(code: SourceFile) -> Findings:
 
 
 def _is_chosen(code: SourceFile) -> bool:
-    """Return whether an option chooses between autocast in FP16 and in BF16."""
+    """Return whether an option chooses between FP16 and BF16, for autocast or for FSDP."""
     regions = {autocast for site in code.statements for autocast in site.context.autocasts}
+    if any(len({policy.dtype("param_dtype") for policy in own}) > 1 for own in wrapped_models(code).values()):
+        return True
     return any({FP16, BF16} <= {one.dtype for one in entered_by(region)} for region in regions)
 
 

@@ -9,12 +9,13 @@ from ampwise.check.source.accelerators import is_prepared
 from ampwise.check.source.call_events import ANYTHING, is_model
 from ampwise.check.source.events import SourceEvent
 from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.lightning import hand_cast_modules
 from ampwise.check.source.names import arguments_given, code_of, dotted_text, last_name, method_called
 from ampwise.check.source.outline import ClassOutline
 from ampwise.check.source.precision import argument_of
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.tree_walk import walk
-from ampwise.check.source.walk import events_in
+from ampwise.check.source.walk import events_in, trace_function
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
@@ -94,12 +95,16 @@ EVALUATORS = {
 def check_source(code: SourceFile) -> Findings:
     if SWITCHED_MANUALLY in code.script.text:
         return
+    if code.uses_framework and "Lightning" in code.script.text:
+        yield from _steps_of_lightning(code)
     training = _autocast_trainings(code)
     traces = list({id(trace): trace for trace, _ in training}.values())
     if any(site.context.frame.outline is code.outline for _, site in training):
         traces = code.traces  # the training is in this file, which is not only a helper of it
     trained = _models_trained(training)
     plain = _models_trained_without(traces) - trained
+    if plain and not trained:
+        return  # what autocast is around in the training is a loss: the models run in FP32 there, too
     seen = EvaluationCode(traces, code)
     reported: set[object] = set()
     # A trained model before what is only named like one: `self.processor(x)` before `self.model(x)`.
@@ -125,6 +130,20 @@ def check_source(code: SourceFile) -> Findings:
             reported.add(site.call)
             message = f"training runs under autocast, but this evaluator has no `{option}`"
             yield RULE.at(code.script.place(site.call), message)
+
+
+def _steps_of_lightning(code: SourceFile) -> Findings:
+    """Yield the validation of Lightning modules without the autocast that their ``training_step`` enters by itself."""
+    for module in hand_cast_modules(code):
+        events = module.training.events()
+        trained = {event.key for event in events if event.kind == "forward" and _is_training(event.context)}
+        for name in ("validation_step", "test_step"):
+            step = module.owner.methods.get(name)
+            inside = trace_function(code.project.frame(step, module.owner)).events() if step is not None else []
+            forwards = [event for event in inside if event.kind == "forward" and event.key in trained]
+            if forwards and not any(event.context.autocasts for event in forwards):
+                place = forwards[0].frame.outline.script.place(forwards[0].node)
+                yield RULE.at(place, "training runs under autocast, but this evaluation does not")
 
 
 def _autocast_trainings(code: SourceFile) -> list[tuple[CodeTrace, CodeSite]]:
