@@ -8,6 +8,7 @@ from ampwise.check.source.call_events import HARMLESS, MODULE_METHODS
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
 from ampwise.check.source.outline import FunctionOutline
+from ampwise.check.source.trained_parameters import frozen_in
 from ampwise.check.source.tree_walk import walk
 from ampwise.check.source.walk import NO_GRAD
 from ampwise.finding import Findings, Rule, Severity
@@ -76,7 +77,7 @@ def check_source(code: SourceFile) -> Findings:
                 statement = renamed[function, dotted_text(call.func)]
                 outer = statement.targets[0] if statement.lineno < call.lineno else None
             name = dotted_text(outer) if outer is not None else None
-            if outer is None or name is None or NOT_TRAINED.search(name.rpartition(".")[2]):
+            if outer is None or name is None or _is_frozen(name, code):
                 continue
             tests = _tests(call, code, frame)
             if method and _prepares_targets(call, code):
@@ -95,6 +96,13 @@ def check_source(code: SourceFile) -> Findings:
                 if end and not own_average and not _runs_wrapper(name, call, end, own, code, frame):
                     what = f"calls the module inside `{name}`: past {kind}, gradients are not averaged over the ranks"
                     yield RULE.at(code.script.place(call), what)
+
+
+def _is_frozen(name: str, code: SourceFile) -> bool:
+    """Whether a model is not trained, by its name, or because the file freezes it or keeps it in evaluation mode."""
+    last, text = name.rpartition(".")[2], code.script.text
+    stays_in_eval = f"{last}.eval(" in text and f"{last}.train(" not in text
+    return NOT_TRAINED.search(last) is not None or stays_in_eval or last in frozen_in(code)
 
 
 def _prepares_targets(call: ast.Call, code: SourceFile) -> bool:
@@ -119,7 +127,7 @@ def _passed_to_training(code: SourceFile, calls: dict[FunctionOutline, list[ast.
             part, outer = inner[0][0], dotted_text(inner[0][1])
             targets = named.get(last_name(call.func), [])
             target, owner = frame.callee(call) or (targets[0] if len(targets) == 1 else None, None)
-            if target is None or outer is None or NOT_TRAINED.search(outer.rpartition(".")[2]):
+            if target is None or outer is None or _is_frozen(outer, code):
                 continue
             given = frame.enter(target, call, owner).arguments
             name = next((name for name, value in given.items() if value is part), None)
