@@ -32,6 +32,7 @@ FRAMEWORK_NAME = LazyPattern(r"(^|_)(accelerator|fabric|engine|ds_engine|model_e
 CLIP_NAME = LazyPattern(r"^((adaptive_)?clip_grad\w*|dispatch_clip_grad|adaptive_gradient_clip\w*)$")
 # A class with such a name that we cannot see: backward(loss) scales, step(optimizer) unscales, may skip and updates.
 MANAGER_CLASS = LazyPattern(r"\b(MixedPrecision|Amp|AMP)\w*(Manager|Trainer|Handler|Helper|Wrapper)\b")
+RUNS_MODEL = LazyPattern(r"(^|_)forward(_|$)|^(run|call|apply)_(model|net)$")  # forward_step(model, batch), not seen
 HELD_SCALER = LazyPattern(r"([\w.]+)\.scaler\.unscale_\(")  # accel.scaler.unscale_(optimizer)
 # Functions that measure gradients, by name: log_gradient_stats(model), plot_grad_flow(model.named_parameters())
 MEASURE_NAME = LazyPattern(
@@ -138,6 +139,9 @@ class EventRecogniser:
                 key = frame.key(argument)
                 keys += [key] if key is not None else []
         if not keys:
+            models = [part for part in node.args if is_model(part, frame, is_called=False)]
+            if models and RUNS_MODEL.search(_name_of(node.func, frame)):
+                return [SourceEvent(EventKind.FORWARD, node, context, key=frame.key(models[0]))]
             return []
         if roles == {OPTIMIZER} and frame.role_of_call(node) is not None:
             return []  # it makes a scheduler, or wraps the optimizer
