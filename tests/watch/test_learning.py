@@ -85,6 +85,116 @@ FAULTS = {
             loss.backward()
             optimizer.step()
     """,
+    "the same with a variance that the model predicts": """
+        def likelihood(mean, spread, target):
+            spread = spread.clamp(-5, 5)
+            return ((target - mean).square() / spread.exp() + spread).mean() / 2  # expect: AMP640
+
+        model, target = nn.Linear(8, 2), torch.randn(32, 1)
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for _ in range(20):
+            optimizer.zero_grad()
+            likelihood(*model(x).unbind(1), target).backward()
+            optimizer.step()
+    """,
+    "a penalty on gradients of the parameters, added up over tasks": """
+        model = mlp()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for _ in range(20):
+            weights, slopes, total = list(model.parameters()), [], 0.0
+            for part in (slice(0, 16), slice(16, 32)):
+                error = F.cross_entropy(model(x[part]), y[part])
+                total = total + error
+                slopes.append(torch.autograd.grad(error, weights, retain_graph=True))  # expect: AMP655
+            difference = 0.0
+            for one, other in zip(*slopes):
+                difference = difference + (one - other).square().sum()
+            objective = total / 2 + 0.1 * difference
+            optimizer.zero_grad()
+            objective.backward()
+            optimizer.step()
+    """,
+    "a target network that loads its own state": """
+        model, target = mlp(), mlp()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for _ in range(8):
+            train(model, optimizer, steps=5)
+            target.load_state_dict(target.state_dict())  # expect: AMP659
+    """,
+    "samples without a gradient for the decoder of a VAE": """
+        encoder, decoder = nn.Linear(8, 4), nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 8))
+        optimizer = Adam([*encoder.parameters(), *decoder.parameters()], lr=0.001)
+        prior = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
+        for _ in range(20):
+            mean, spread = encoder(x).chunk(2, -1)
+            latent = torch.distributions.Normal(mean, spread.exp())
+            z = latent.sample()  # expect: AMP655
+            loss = F.mse_loss(decoder(z), x) + 0.1 * torch.distributions.kl_divergence(latent, prior).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "scores of shape (samples, classes, steps), reshaped to classes": """
+        class Frames(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv, self.last = nn.Conv1d(3, 8, 3, padding=1), nn.Conv1d(8, 4, 1)
+            def forward(self, frames):
+                scores = self.last(self.conv(frames).relu())
+                return scores.reshape(-1, 4)  # expect: AMP645
+
+        model = Frames()
+        train(model, SGD(model.parameters(), lr=0.1), draw=lambda: (torch.randn(4, 3, 10), torch.randint(0, 4, (40,))))
+    """,
+    "a recurrence over the samples of a loader, with a number for each": """
+        class Reader(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.rnn, self.out = nn.GRU(6, 16), nn.Linear(16, 1)  # expect: AMP643
+            def forward(self, steps):
+                return self.out(self.rnn(steps)[0][:, -1]).squeeze(-1)
+
+        model = Reader()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        loader = DataLoader(TensorDataset(torch.randn(64, 5, 6), torch.randn(64)), batch_size=16)
+        for _ in range(4):
+            for steps, wanted in loader:
+                optimizer.zero_grad()
+                F.mse_loss(model(steps), wanted).backward()
+                optimizer.step()
+    """,
+    "a student's cross entropy with the teacher, by hand, of the teacher alone, in a second phase": """
+        def distil(given, wanted, labels):
+            soft = F.softmax(wanted / 2, -1)
+            logs = F.log_softmax(wanted / 2, -1)  # expect: AMP655
+            term = -(soft * logs).sum(-1).mean() * 4
+            return 0.9 * term + F.cross_entropy(given, labels)
+
+        teacher, student = Net(), Net()
+        train(teacher, SGD(teacher.parameters(), lr=0.1))
+        optimizer = SGD(student.parameters(), lr=0.1)
+        for _ in range(20):
+            with torch.no_grad():
+                wanted = teacher(x)
+            loss = distil(student(x), wanted, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "weights of the terms, minimised as the rest": """
+        model, target = nn.Linear(8, 1), torch.randn(32, 1)
+        weights, other = nn.Parameter(torch.rand(32, 1)), nn.Parameter(torch.ones(1))
+        optimizer = Adam(model.parameters(), lr=0.01)
+        adapted = Adam([weights, other], lr=0.01)  # expect: AMP646
+        for _ in range(20):
+            error = model(x) - target
+            loss = (weights * error).pow(2).mean() + 0.5 * (other * model(x).abs()).mean()
+            optimizer.zero_grad()
+            adapted.zero_grad()
+            loss.backward()
+            optimizer.step()
+            adapted.step()
+    """,
     "probabilities for a loss that takes their logarithms": """
         model = nn.Sequential(mlp(), nn.Softmax(-1))
         criterion = nn.NLLLoss()
@@ -1092,6 +1202,161 @@ FINE = {
             nearest = (embed(x) - quantiles).square().min(-1).values.mean()  # each to its nearest
             nearest.backward()
             optimizer.step()
+    """,
+    "predicted variances of the right shape, and kernels over pairs": """
+        model, target, anchors = nn.Linear(8, 2), torch.randn(32), torch.randn(32)
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for step in range(20):
+            mean, spread = model(x).unbind(1)
+            if step % 2:
+                loss = ((target - mean).square() / spread.exp() + spread).mean()
+            else:
+                pairs = (anchors[:, None] - mean).square() / spread.exp()[:, None] + spread
+                loss = pairs.neg().logsumexp(1).neg().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "gradients without a graph that weigh a loss, are reported, or change the weights": """
+        model = mlp()
+        weights = list(model.parameters())
+        optimizer = SGD(weights, lr=0.01)
+        for _ in range(20):
+            first, second = F.cross_entropy(model(x), y), model(x).square().mean()
+            slopes = torch.autograd.grad(first, weights, retain_graph=True)
+            size = sum(each.square().sum() for each in slopes)
+            loss = first + second / (1 + size)
+            report = loss + size
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with_graph = torch.autograd.grad(F.cross_entropy(model(x), y), weights, create_graph=True)
+            penalty = sum(each.square().sum() for each in with_graph)
+            loss = F.cross_entropy(model(x), y) + 0.01 * penalty
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "an average whose state is changed in place and loaded, and a model that loads its own once": """
+        model, average, target = mlp(), mlp(), mlp()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        model.load_state_dict(model.state_dict())
+        for _ in range(8):
+            train(model, optimizer, steps=5)
+            kept = average.state_dict()
+            for name, value in model.state_dict().items():
+                kept[name].mul_(0.9).add_(value, alpha=0.1)
+            average.load_state_dict(kept)
+            target.load_state_dict(model.state_dict())
+            with torch.no_grad():
+                assert average(x).isfinite().all() and target(x).isfinite().all()
+    """,
+    "samples with a gradient, of a policy, and for a head that has no part in the divergence": """
+        encoder, decoder, critic = nn.Linear(8, 4), nn.Linear(2, 8), nn.Linear(2, 1)
+        optimizer = Adam([*encoder.parameters(), *decoder.parameters(), *critic.parameters()], lr=0.001)
+        prior = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
+        for step in range(30):
+            mean, spread = encoder(x).chunk(2, -1)
+            latent = torch.distributions.Normal(mean, spread.exp())
+            far = 0.1 * torch.distributions.kl_divergence(latent, prior).mean()
+            if step % 3 == 0:
+                loss = F.mse_loss(decoder(latent.rsample()), x) + far + critic(latent.sample()).square().mean()
+            elif step % 3 == 1:
+                actions = latent.sample()
+                worth = critic(actions)
+                loss = far - (latent.log_prob(actions).sum(-1) * worth.detach()[:, 0]).mean() + worth.square().mean()
+            else:
+                loss = critic(latent.sample()).square().mean() + decoder(mean).square().mean() * 0
+                loss = critic(latent.sample()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "channels that are moved to the end before they are rows, and rows of another axis": """
+        class Frames(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv, self.last = nn.Conv1d(3, 8, 3, padding=1), nn.Conv1d(8, 4, 1)
+                self.rows = nn.Linear(10, 4)
+            def forward(self, frames):
+                hidden = self.conv(frames).relu()
+                rows = self.rows(hidden.reshape(-1, 10)).mean()
+                return self.last(hidden).transpose(1, 2).reshape(-1, 4) + rows
+
+        model = Frames()
+        train(model, SGD(model.parameters(), lr=0.1), draw=lambda: (torch.randn(4, 3, 10), torch.randint(0, 4, (40,))))
+        square = nn.Conv2d(3, 4, 1)
+        optimizer = SGD(square.parameters(), lr=0.1)
+        for _ in range(10):
+            optimizer.zero_grad()
+            square(torch.randn(8, 3, 2, 2)).view(-1, 4).softmax(-1).square().mean().backward()  # 2 · 2 places
+            square(torch.randn(8, 3, 1, 1)).view(-1, 4).softmax(-1).square().mean().backward()
+            optimizer.step()
+    """,
+    "numbers for each step, with the steps first, of as many steps as samples in a batch": """
+        rnn, out = nn.GRU(6, 16), nn.Linear(16, 1)
+        optimizer = SGD([*rnn.parameters(), *out.parameters()], lr=0.01)
+        loader = DataLoader(TensorDataset(torch.randn(24, 16, 6), torch.randn(24, 16)), batch_size=16)
+        for _ in range(6):
+            for steps, wanted in loader:
+                optimizer.zero_grad()
+                F.mse_loss(out(rnn(steps.transpose(0, 1))[0]).squeeze(-1), wanted.t()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                F.mse_loss(out(rnn(steps.transpose(0, 1))[0][-1]).squeeze(-1), wanted[:, 0]).backward()
+                optimizer.step()
+    """,
+    "entropies: of the output, of a teacher as a part of a divergence, and to look at": """
+        def regularised(given, labels):
+            soft, logs = F.softmax(given, -1), F.log_softmax(given, -1)
+            entropy = -(soft * logs).sum(-1).mean()
+            return F.cross_entropy(given, labels) - 0.1 * entropy + 0.2 * entropy
+
+        def divergence(given, wanted):
+            soft, logs = F.softmax(wanted, -1), F.log_softmax(wanted, -1)
+            entropy = (soft * logs).sum(-1).mean()
+            return entropy + -(soft * F.log_softmax(given, -1)).sum(-1).mean()
+
+        def watched(given, wanted, labels):
+            soft = F.softmax(wanted, -1)
+            logs = F.log_softmax(wanted, -1)
+            entropy = -(soft * logs).sum(-1).mean()
+            total = torch.zeros(())
+            total = total + entropy
+            loss = F.cross_entropy(given, labels)
+            return loss, {"entropy": total.item()}
+
+        teacher, student = Net(), Net()
+        optimizer = SGD(student.parameters(), lr=0.1)
+        for _ in range(20):
+            with torch.no_grad():
+                wanted = teacher(x)
+            given = student(x)
+            loss = regularised(given, y) + divergence(given, wanted) + watched(given, wanted, y)[0]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "weights of the terms that are maximised, have a price, or are the model's": """
+        for kind in ("maximised", "negated", "priced", "model"):
+            model, target = nn.Linear(8, 1), torch.randn(32, 1)
+            weights = nn.Parameter(torch.rand(32, 1) + 0.5)
+            optimizer = Adam(model.parameters(), lr=0.01)
+            adapted = Adam([weights], lr=0.01, maximize=kind == "maximised")
+            for _ in range(20):
+                error = model(x) - target
+                loss = (weights * error).pow(2).mean()
+                if kind == "priced":
+                    loss = loss - weights.log().mean()
+                if kind == "model":
+                    loss = (weights * model(x) - target).pow(2).mean()
+                optimizer.zero_grad()
+                adapted.zero_grad()
+                loss.backward()
+                if kind == "negated":
+                    weights.grad.neg_()
+                optimizer.step()
+                adapted.step()
     """,
     "a frozen backbone": """
         model = Net()

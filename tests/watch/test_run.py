@@ -206,7 +206,10 @@ def test_what_goes_bad_is_said_at_once_and_once_above_a_progress_bar(write, watc
     pytest.importorskip("tqdm")
     write(f"import tqdm\n{TRAINING}\nfor _ in tqdm.tqdm(range(5), mininterval=0):\n    step()\n")
     lines = [line.rpartition("\r")[2] for line in watched("-o", "run", "train.py").stderr.split("\n")]
-    said = "ampwise: step 1: gradients are clipped before `scaler.unscale_` (train.py:17, AMP101)"
+    said = (
+        "ampwise: step 1: `clip_grad_norm_` gets gradients that are still multiplied by the loss scale "
+        "(train.py:17, AMP101)"
+    )
     assert [line for line in lines if line.startswith("ampwise:")] == [said]
     assert any("5/5" in line for line in lines[lines.index(said) :])  # the bar goes on below it
     assert "ampwise" not in watched("-q", "-f", "-o", "run", "train.py").stderr

@@ -49,6 +49,20 @@ def test_losses_of_both_signs_have_no_usual_size():
     assert watched([each + 2 for each in losses]).count == 1
 
 
+def test_rises_that_are_as_usual_as_the_rest_are_no_spikes():
+    rng = random.Random(0)
+    losses = [each * (0.002 + math.exp(-step / 15)) for step, each in enumerate(noisy(200))]
+    for step in range(48, 100):
+        losses[step] = 1.5 if rng.random() < 0.25 else losses[step]  # layers are dropped at random
+    losses[160] = 2.0
+    assert not watched(losses).spikes
+    quiet = noisy(160)
+    quiet[150] = 200.0
+    assert watched(quiet).count == 1
+    quiet[60], quiet[80] = 5.0, 5.0  # these are not like it
+    assert watched(quiet).count == 1
+
+
 def test_one_sudden_jump_is_found_with_its_step():
     losses = noisy(200)
     losses[120] = 20.0

@@ -1,4 +1,4 @@
-"""Terms of a loss without a graph, as ``torch.tensor`` has copied the values of tensors that have one.
+"""Terms of a loss without a graph: ``torch.tensor`` has copied values, or ``autograd.grad`` computed them, without one.
 
 The function that calls ``backward`` is still running: which terms its loss has is read from the source, and their
 values from the function's variables.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, islice
@@ -19,7 +19,16 @@ from torch import Tensor
 
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import code_owner
-from ampwise.trace.names_in_code import DEFINITIONS, FUNCTIONS, bound_names, call_name, root_name, tree_of
+from ampwise.trace.names_in_code import (
+    DEFINITIONS,
+    FUNCTIONS,
+    bound_names,
+    call_name,
+    changed_names,
+    free_names,
+    root_name,
+    tree_of,
+)
 from ampwise.watch.code_slice import loss_of, way_to
 from ampwise.watch.learning import CountedCalls, Learning
 
@@ -47,6 +56,7 @@ class Scope:
     assigned: dict[str, list[_Assignment]] = field(default_factory=dict)
     unclear: set[str] = field(default_factory=set)  # names that are also bound otherwise, such as by a loop
     copies: bool = False  # the function copies values into new tensors
+    binding: dict[str, list[ast.AST]] = field(default_factory=dict)  # statements that set or extend a name
 
     def of(self, name: str) -> list[_Assignment]:
         """Return the assignments that make a name: one, and additions to it."""
@@ -54,15 +64,22 @@ class Scope:
         return every if sum(not each.adds for each in every) == 1 else []
 
 
-def note_cut_term(frame: FrameType | None, facts: Learning, step: int) -> None:
-    """Note the line of ``torch.tensor`` where a term of the loss that is differentiated now has lost its graph."""
+def note_cut_term(frame: FrameType | None, facts: Learning, step: int, flat_sites: Collection[CallSite] = ()) -> None:
+    """Note the line where a term of the loss that is differentiated now has lost its graph.
+
+    flat_sites: calls of ``autograd.grad`` whose gradients have no graph.
+    """
     while frame is not None and code_owner(frame.f_code.co_filename) != "own":
         frame = frame.f_back
     scope = None if frame is None else scope_of(frame.f_code, frame.f_lasti)
-    if frame is None or scope is None or not scope.copies:
+    if frame is None or scope is None or not (scope.copies or flat_sites):
         return
     values = frame.f_locals if frame.f_locals is frame.f_globals else {**frame.f_globals, **frame.f_locals}
-    maker = _Terms(scope, values).cut(scope.loss)
+    for term in _added(scope.loss, scope, values) if flat_sites else ():
+        for site in flat_sites:
+            if _comes_from(term, site, frame.f_code, scope):
+                facts.flat_penalties.setdefault(site, CountedCalls(step=step)).times += 1
+    maker = _Terms(scope, values).cut(scope.loss) if scope.copies else None
     if maker is not None:
         code = frame.f_code
         site = CallSite(file=code.co_filename, line=maker.lineno, function=code.co_name)
@@ -83,14 +100,19 @@ def scope_of(code: CodeType, instruction: int) -> Scope | None:
     found.copies = any(isinstance(each, ast.Call) and call_name(each) in MAKERS for each in ast.walk(root))
     for statement, quiet in chain.from_iterable(_statements(each, quiet=False) for each in root.body):
         target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
-        adds = isinstance(statement, ast.AugAssign)
-        is_clear = not adds or isinstance(statement.op, ast.Add | ast.Sub)  # type: ignore[attr-defined]
+        adds = isinstance(statement, ast.AugAssign) or _adds_to_itself(statement)
+        is_clear = not isinstance(statement, ast.AugAssign) or isinstance(statement.op, ast.Add | ast.Sub)
         if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign) and isinstance(target, ast.Name):
-            value = statement.value
+            value = statement.value if isinstance(statement, ast.AugAssign) or not adds else statement.value.right  # type: ignore[union-attr]
             if is_clear and value is not None and len(getattr(statement, "targets", "1")) == 1:
                 found.assigned.setdefault(target.id, []).append(_Assignment(value, quiet, adds))
                 continue
         found.unclear |= bound_names(statement)
+    for each in ast.walk(root):
+        is_loop = isinstance(each, ast.For)
+        if is_loop or (isinstance(each, ast.stmt) and not isinstance(each, DEFINITIONS) and not hasattr(each, "body")):
+            for name in bound_names(each.target) if is_loop else {*bound_names(each), *changed_names(each)}:  # type: ignore[attr-defined]
+                found.binding.setdefault(name, []).append(each.iter if is_loop else each)  # type: ignore[attr-defined]
     return found
 
 
@@ -110,6 +132,58 @@ def _statements(statement: ast.stmt, *, quiet: bool) -> Iterator[tuple[ast.AST, 
             yield from _statements(each, quiet=quiet)
         else:
             yield each, quiet
+
+
+def _added(term: ast.expr, scope: Scope, values: Mapping[str, Any], depth: int = 0) -> Iterator[ast.Name]:
+    """Yield the names that are added in a loss, perhaps multiplied by numbers, whose values have no graph."""
+    if isinstance(term, ast.UnaryOp):
+        yield from _added(term.operand, scope, values, depth)
+    elif isinstance(term, ast.BinOp) and isinstance(term.op, ast.Add | ast.Sub | ast.Mult | ast.Div):
+        sides = [term.left] if isinstance(term.op, ast.Div) else [term.left, term.right]
+        if isinstance(term.op, ast.Mult):
+            sides = [each for each in sides if not isinstance(value_of(each, values), int | float)]
+        if not isinstance(term.op, ast.Mult) or len(sides) == 1:  # else it may be the weight of another term
+            for each in sides:
+                yield from _added(each, scope, values, depth)
+    elif isinstance(term, ast.Name):
+        value = values.get(term.id)
+        if isinstance(value, Tensor) and not value.requires_grad and value.numel() == 1:
+            yield term
+        elif isinstance(value, Tensor) and depth < MOST_NAMES:
+            for made in scope.of(term.id):
+                yield from _added(made.value, scope, values, depth + 1)
+
+
+def _comes_from(term: ast.Name, site: CallSite, code: CodeType, scope: Scope) -> bool:
+    """Whether a name is computed from what a call in the same function has returned, or in a function that it calls."""
+    names, pending = set[str](), [term.id]
+    is_here = (site.file, site.function) == (code.co_filename, code.co_name)
+    while pending:
+        name = pending.pop()
+        if name in names:
+            continue
+        names.add(name)
+        for statement in scope.binding.get(name, ()):
+            for call in (each for each in ast.walk(statement) if isinstance(each, ast.Call)):
+                is_at = _is_grad(call) and call.lineno <= (site.line or 0) <= (call.end_lineno or 0)
+                if is_at if is_here else call_name(call) == site.function:
+                    return True
+            if not any(call_name(each) in ON_PURPOSE for each in ast.walk(statement) if isinstance(each, ast.Call)):
+                pending += free_names(statement)
+    return False
+
+
+def _is_grad(call: ast.Call) -> bool:
+    return call_name(call) == "grad" and not any(word.arg == "create_graph" for word in call.keywords)
+
+
+def _adds_to_itself(statement: ast.AST) -> bool:
+    """Whether it is ``x = x + y``."""
+    if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.BinOp):
+        return False
+    targets = [getattr(each, "id", "") for each in statement.targets]
+    left, op = statement.value.left, statement.value.op
+    return isinstance(op, ast.Add | ast.Sub) and isinstance(left, ast.Name) and [left.id] == targets
 
 
 class _Terms:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
+from torch.distributions import Distribution
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -27,6 +28,7 @@ from torch.utils.data import dataloader
 
 from ampwise.trace.call_site import calling_site, code_owner
 from ampwise.train.scaler.gradients import first_device
+from ampwise.watch.drawn_samples import REPARAMETRISED
 from ampwise.watch.gradients import is_ours
 from ampwise.watch.inspection import PRECISIONS, mark_scaled, unwrapped
 from ampwise.watch.patches import Patches, hidden_from_warnings
@@ -92,6 +94,12 @@ class EntryPoints:
         self._follow(checkpoint, "check_backward_validity", self.checkpoint_begins, claims=False)
         for kind, name, watched in watched_calls:
             self._follow(kind, name, watched, claims=False)
+        for kind in (Distribution, *REPARAMETRISED):
+            if "sample" in vars(kind):
+                self._follow(kind, "sample", self.sample, skips=True, claims=False)
+            if kind is not Distribution:
+                self._follow(kind, "rsample", self.rsample, skips=True, claims=False)
+                self._follow(kind, "log_prob", self.log_prob, skips=True, claims=False)
         self._hooks = [
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
@@ -480,7 +488,7 @@ class EntryPoints:
                     self._watch.stale.replaced(before)
                 if not parameter.requires_grad:
                     self._watch.frozen.parameter_made(parameter)
-                if self._watch.learning.parameter_made() and self._skipper.on:
+                if self._watch.learning.training_changed() and self._skipper.on:
                     self.follow_again()
 
     def convert(self, original: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -492,6 +500,24 @@ class EntryPoints:
             self._watch.averages.converted(model)
             self._watch.casts.converted(wide)
         return result
+
+    def sample(self, original: Function, distribution: Any, *args: Any, **kwargs: Any) -> Any:
+        drawn = original(distribution, *args, **kwargs)
+        with self._guard:
+            if isinstance(distribution, REPARAMETRISED):
+                self._watch.learning.drawn.drawn(distribution, drawn)
+        return drawn
+
+    def rsample(self, original: Function, distribution: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():  # else it is called by ``sample()``
+            with self._guard:
+                self._watch.learning.drawn.trained_otherwise(distribution)
+        return original(distribution, *args, **kwargs)
+
+    def log_prob(self, original: Function, distribution: Any, value: Any) -> Any:
+        with self._guard:
+            self._watch.learning.drawn.trained_otherwise(distribution, value)
+        return original(distribution, value)
 
     def set_seed(self, original: Function, seed: Any) -> Any:
         generator = original(seed)

@@ -14,7 +14,7 @@ from ampwise.trace.call_site import code_owner
 
 __all__ = ["GraphLines", "graph_nodes", "line_of", "watch_for_zeros"]
 
-MOST_REQUESTS = 4
+MOST_REQUESTS = 6
 PASSES = 3  # backward passes until torch stops noting lines, whether one was found or not
 NOTED = "traceback_"  # the key under which torch's anomaly mode notes the stack of an operation
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')

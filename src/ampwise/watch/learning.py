@@ -66,6 +66,9 @@ class OptimizerUse:
     largest_change: float = 0.0  # by a step, relative to the weights
     still: int = 0  # the last compared steps that changed none, although gradient times learning rate was large enough
     still_from: int = 0  # the first of them
+    # If its parameters are weights of terms of the loss, which is smallest where they are 0: their mean size at some
+    # backward passes
+    term_weights: list[float] = field(default_factory=list)
     # Learning rate: the largest of all groups
     lr: float | None = None
     peak_lr: float = 0.0
@@ -279,6 +282,10 @@ class Learning:
     normalised: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses that normalise probabilities again
     unlogged: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses of what is no logarithm
     unloaded: dict[CallSite, CountedCalls] = field(default_factory=dict)  # states of which no entry was loaded
+    drawn_without_graph: dict[CallSite, CountedCalls] = field(default_factory=dict)  # samples that a loss depends on
+    loaded_into_itself: dict[CallSite, CountedCalls] = field(
+        default_factory=dict
+    )  # states of the model that loads them
     unreachable: dict[CallSite, CountedCalls] = field(default_factory=dict)  # losses whose targets are out of range
     flat_penalties: dict[CallSite, CountedCalls] = field(default_factory=dict)  # of gradients without a graph
     scrambled: dict[str, CountedCalls] = field(default_factory=dict)  # views that swap the sizes of axes
@@ -288,7 +295,9 @@ class Learning:
     minimised: int = 0  # with the right one
     reseeded: dict[CallSite, CountedCalls] = field(default_factory=dict)  # seeds after which steps draw the same
     spent: dict[CallSite, CallSite] = field(default_factory=dict)  # loops over used-up generators, and a call of each
-    self_compared: list[CallSite] = field(default_factory=list)  # losses of values and the same values
+    self_compared: dict[CallSite, bool] = field(
+        default_factory=dict
+    )  # losses of values and the same values; whether these are constant
     inverted_masks: list[CallSite] = field(default_factory=list)  # of padding, true for the other tokens
     cut_checkpoints: dict[CallSite, CountedCalls] = field(default_factory=dict)  # checkpoints that give no gradients
     mixed: dict[tuple[str, CallSite], CountedCalls] = field(

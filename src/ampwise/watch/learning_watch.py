@@ -21,6 +21,7 @@ from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
 from ampwise.train.scaler.step_result import AsyncScalars
 from ampwise.watch.cut_terms import note_cut_term
+from ampwise.watch.drawn_samples import DrawnSamples
 from ampwise.watch.graph_cuts import cut_after, cut_before_loss, leads_to
 from ampwise.watch.graph_lines import GraphLines, watch_for_zeros
 from ampwise.watch.inspection import parameters_of, precisions_of, unwrapped
@@ -44,6 +45,7 @@ from ampwise.watch.mixed_samples import MixedSamples
 from ampwise.watch.outside_watch import OutsideWatch
 from ampwise.watch.sampled_values import SAMPLED_TENSORS, SampledValues, StepComparison, is_plain
 from ampwise.watch.source_faults import SourceFaults
+from ampwise.watch.term_weights import weights_of_terms
 from ampwise.watch.tracked import TrackedOptimizer
 from ampwise.watch.tracker import CallTracker
 from ampwise.watch.wide_clips import WideClips
@@ -52,6 +54,7 @@ __all__ = ["LearningWatch", "is_due"]
 
 MOST_NODES = 20_000  # of an autograd graph whose leaves are looked at
 EMPTY_STEPS = 12  # in a row, after which the next backward pass is looked at
+MOST_FLAT_SITES = 32
 MOST_RESTARTS = 8  # a script may make modules in each step
 STILL = 20  # steps in a row that change nothing, each of which is looked at; some optimizers apply one of several
 PENALTIES = ("penalty", "gp", "r1_", "zero_centered")  # in names of functions
@@ -101,6 +104,8 @@ class LearningWatch:
         self._cuts = _Cuts()
         self._mixed = MixedSamples(facts, lines)
         self._source = SourceFaults(facts, lines)
+        self.drawn = DrawnSamples(facts)
+        self._flat_sites: dict[CallSite, None] = {}  # calls of ``autograd.grad`` without a graph
         self._default_rates: dict[int, Any] = {}  # by index of the optimizer
         self._by_hand: set[int] = set()  # optimizers whose parameters the script updates itself
         self._backwards = self._clips = 0
@@ -127,7 +132,11 @@ class LearningWatch:
             return
         first = outputs if isinstance(outputs, Tensor) else next(iter(outputs), None)
         site = calling_site()
-        if not torch.is_grad_enabled() or not any(word in (site.function or "").lower() for word in PENALTIES):
+        if not torch.is_grad_enabled():
+            return
+        if not any(word in (site.function or "").lower() for word in PENALTIES):
+            if len(self._flat_sites) < MOST_FLAT_SITES:
+                self._flat_sites[site] = None
             return
         known = self._facts.flat_penalties.get(site)
         if known is None and first is not None and not isinstance(given[0], nn.Parameter):
@@ -156,11 +165,11 @@ class LearningWatch:
         """Note that the parameters of a model come from elsewhere, perhaps trained."""
         self._outside.loaded(model)
 
-    def parameter_made(self) -> bool:
-        """Note that a module got a parameter. Return whether to look at the next passes, as training has begun."""
+    def training_changed(self) -> bool:
+        """Note a new parameter or optimizer. Return whether to look at the next passes, as training has begun."""
         if not self._backwards or self._restarts >= MOST_RESTARTS:
             return False
-        if self._backwards > self._looked_from:  # else another one of the same module
+        if self._backwards > self._looked_from:  # else another one of the same module, or its optimizer
             self._restarts, self._looked_from = self._restarts + 1, self._backwards
         return True
 
@@ -334,8 +343,10 @@ class LearningWatch:
             self._cuts = _Cuts(self._backwards, calling_site(), lines)
         self._looks = not partly and (self._looks or self.lines.on or is_due(self._backwards - self._looked_from))
         if not self._looks:
+            self.drawn.forget()
             return
-        note_cut_term(sys._getframe(1), self._facts, self._tracker.steps + 1)
+        self.drawn.look(given[0], self._tracker.steps + 1)
+        note_cut_term(sys._getframe(1), self._facts, self._tracker.steps + 1, self._flat_sites)
         note_diluted_mean(given[0], self._facts, self._tracker.steps + 1)
         note_crossed_loss(given[0], self._facts, self._tracker.steps + 1, self.lines)
         note_unreachable_target(given[0], self._facts, self._tracker.steps + 1, self.lines)
@@ -345,6 +356,7 @@ class LearningWatch:
             note_sign(given[0], self._facts, self._tracker.steps + 1)
         self._mixed.look(given[0], self._tracker.steps + 1, {each.batch_size for each in self._facts.loaders})
         self._source.look(given[0])
+        self._note_term_weights(given[0])
         if self._zeros_wanted is not None and self.lines.on and not partly:
             watch_for_zeros(given[0], self._zeros_wanted)
         users: dict[Any, Any] = {}  # by node of the graph: the one that it was found from
@@ -360,6 +372,20 @@ class LearningWatch:
             if leaf is not None:
                 self._outside.reached(leaf, user)
             pending += [(before, node) for before, _ in node.next_functions]
+
+    def _note_term_weights(self, loss: Tensor) -> None:
+        """Note the sizes of the parameters of an optimizer that are nothing but weights of terms of the loss."""
+        if len(self._facts.optimizers) < 2:  # another one has the model
+            return
+        weights = weights_of_terms(loss)
+        for optimizer, state in self._tracker.optimizers.pairs() if weights else ():
+            own = [each for each in parameters_of(optimizer) if each.requires_grad]
+            if not own or not all(id(each) in weights and is_plain(each) for each in own):
+                continue
+            if not any(group.get("maximize") for group in optimizer.param_groups):
+                with torch.no_grad():
+                    sizes = AsyncScalars(torch.stack([each.detach().abs().mean().float() for each in own]))
+                self._pending.append((sizes, partial(_add_size, self.use_of(state))))
 
     def find_zeros(self, found: Callable[[CallSite], None]) -> None:
         """Look in the next passes for the operation that makes gradients zero."""
@@ -452,6 +478,10 @@ def _cut_off(use: OptimizerUse, modules: dict[str, bool]) -> tuple[str, ...]:
             break
         found.append(name)
     return tuple(found) if len(found) < len(modules) else ()
+
+
+def _add_size(use: OptimizerUse, numbers: list[float]) -> None:
+    use.term_weights.append(sum(numbers) / len(numbers))
 
 
 def _add_comparison(use: OptimizerUse, step: int, numbers: list[float]) -> None:

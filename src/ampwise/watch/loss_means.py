@@ -99,9 +99,13 @@ def _terms(node: Any) -> Iterator[Any]:
 
 
 def _crossing(term: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]] | None:
-    """Return the node in which a term of the loss crosses predictions and targets, with the shapes before and after."""
+    """Return the node in which a term of the loss crosses predictions and targets, with the shapes before and after.
+
+    What has one value for each prediction, as a predicted variance has, may be beside it.
+    """
     pending: list[tuple[Any, Any]] = [(term, None)]  # with the loss function, whose inputs are expanded before
     seen, crossed = set[Any](), dict[Any, tuple[tuple[int, ...], tuple[int, ...]]]()
+    beside = set[tuple[int, ...]]()  # shapes
     while pending and len(seen) < 2 * LONGEST:
         node, compares = pending.pop()
         if node in seen:
@@ -121,8 +125,16 @@ def _crossing(term: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]] | None:
             compares = node
         elif not before or not node.name().startswith((*ARITHMETIC, *MOVING, *AVERAGING, *BENDING)):
             return None
-        pending += [(each, compares) for each, _ in before]
-    return None if pending or len(crossed) != 1 else next((node, *shapes) for node, shapes in crossed.items())
+        for each, number in before:
+            shape = _shape(each, number)
+            if is_square and len(before) > 1 and shape in ((made[0], 1), (made[0],)):  # type: ignore[index]
+                beside.add(shape)
+            else:
+                pending.append((each, compares))
+    if pending or len(crossed) != 1:
+        return None
+    node, shapes = crossed.popitem()
+    return None if beside - {shapes[0]} else (node, *shapes)
 
 
 def _count(

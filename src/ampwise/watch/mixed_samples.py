@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +31,11 @@ RNNS = ("LSTM", "GRU", "RNN")
 ATTENTIONS = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer", "Transformer")
 VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward")
 LAYERS = tuple(f"{kind}Backward" for kind in ("Embedding", "Convolution", "NativeLayerNorm", "NativeBatchNorm"))
+CHANNELS_FIRST = ("ConvolutionBackward", "NativeBatchNormBackward", "CudnnBatchNormBackward", "Upsample")
 ACTIVATIONS = tuple(f"{kind}Backward" for kind in ("Relu", "Gelu", "Silu", "Tanh", "LeakyRelu", "Mul", "NativeDropout"))
+COMPARING = tuple(
+    f"{kind}Backward" for kind in ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropyWithLogits")
+)
 SOFTMAX = ("SoftmaxBackward", "LogSoftmaxBackward")
 
 
@@ -85,13 +90,20 @@ class MixedSamples:
 
 
 def _after_loss(node: Any, batches: set[int]) -> dict[Any, str]:
-    """Return operations along the samples that a loss tells: it has one logit for each of them and each class."""
+    """Return operations along the samples that a loss tells: it has predictions for each of them."""
     picks = _picking(node)
-    logits, number = (None, 0) if picks is None else picks.next_functions[0]
+    compares = None if picks is not None else _picking(node, COMPARING)
+    made_from = picks if picks is not None else compares
+    logits, number = (None, 0) if made_from is None else made_from.next_functions[0]
     shape = None if logits is None else shape_of(logits, number)
-    if shape is None or len(shape) != 2 or shape[0] < 2:
+    if shape is None or len(shape) not in ((2,) if picks is not None else (1, 2)) or shape[0] < 2:
         return {}
     for each in operations_along(logits, number, 0):
+        if compares is not None:  # predictions for each step, (steps, samples), have the samples in the second axis
+            other = each.shape[1] if each.axis == 0 and len(each.shape) > 1 else each.shape[0]
+            if shape[0] in batches and other not in shape[1:] and (kind := _sequence_along(each)):
+                return {each.node: kind}
+            continue
         if each.node.name().startswith(SOFTMAX) and signed(each.node._saved_dim, len(each.shape)) == each.axis:
             # The classes are the other axis. Elsewhere it must be sure that these are samples that a loader has drawn.
             if each.node is logits or shape[0] in batches:
@@ -149,9 +161,10 @@ def _nodes_before(node: Any) -> Iterator[Any]:
 
 
 def _swapping_views(node: Any) -> Iterator[tuple[Any, str]]:
-    """Yield views that swap the sizes of axes of what a layer has made, and from which to which shape.
+    """Yield views that swap the sizes of axes of what a layer has made, and what they do.
 
-    Also those that join the last states of an RNN's layers and directions, which come first, and not those of a sample.
+    Also those that join the last states of an RNN's layers and directions, which come first, and not those of a sample,
+    and those that take neighbours for the channels.
     """
     for each in _nodes_before(node):
         if not each.name().startswith(VIEWS):
@@ -160,12 +173,16 @@ def _swapping_views(node: Any) -> Iterator[tuple[Any, str]]:
         shape, before = shape_of(each, 0), None if given is None else shape_of(given, number)
         if shape is None or before is None:
             continue
+        shapes = f"from {tuple(before)} to {tuple(shape)}"
         if len(shape) == 2 and len(before) == 3 and _joins_states(given, number, before, shape):
-            yield each, f"from {tuple(before)} to {tuple(shape)}"
+            yield each, f"{shapes}: a row has states of several samples, as the first axis is that of the layers"
+        if _spreads_channels(given, before, shape):
+            size = shape[1]
+            yield each, f"{shapes}: a row gets {size} neighbours along the last axis, not the {size} values of axis 1"
         if len(shape) != len(before) or sorted(shape) != sorted(before):
             continue
         if [size for size in shape if size > 1] != [size for size in before if size > 1] and _is_layer(given):
-            yield each, f"from {tuple(before)} to {tuple(shape)}"
+            yield each, f"{shapes}: this swaps the sizes, and not the axes"
 
 
 def _joins_states(given: Any, number: int, before: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -178,6 +195,26 @@ def _joins_states(given: Any, number: int, before: tuple[int, ...], shape: tuple
     if given is None or not given.name().startswith("StackBackward") or signed(given._saved_dim, 3):
         return given is not None and number == 1 and given.name().startswith(RECURRENT)
     return any(each.name().startswith(RECURRENT) and of > 0 for each, of in given.next_functions if each is not None)
+
+
+def _spreads_channels(given: Any, before: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a view takes values of shape (samples, channels, ...) for (all positions, channels)."""
+    channels = shape[-1]
+    if len(shape) != 2 or len(before) < 3 or before[1] != channels or channels < 2 or shape[0] == before[0]:
+        return False
+    if channels in (math.prod(before[at:]) for at in range(2, len(before) + 1)):  # or for rows of another axis
+        return False
+    for _ in range(LONGEST):
+        if given is None:
+            return False
+        if given.name().startswith(SOFTMAX):
+            return signed(given._saved_dim, len(before)) == 1
+        if given.name().startswith(CHANNELS_FIRST):
+            return True
+        if not given.name().startswith((*ACTIVATIONS, "AddBackward", "SigmoidBackward")):
+            return False
+        given = next((each for each, _ in given.next_functions if each is not None), None)
+    return False
 
 
 def _is_layer(node: Any) -> bool:
@@ -224,14 +261,17 @@ def _ancestors(node: Any) -> Iterator[Any]:
             pending += [before for before, _ in each.next_functions]
 
 
-def _picking(node: Any) -> Any:
-    """Return the node in which a loss picks the value of the right class; None if there is none, or several."""
+def _picking(node: Any, kinds: tuple[str, ...] = ("NllLossBackward",)) -> Any:
+    """Return the node in which a loss picks the value of the right class; None if there is none, or several.
+
+    kinds: other nodes to search for.
+    """
     pending, found = [node], []
     for _ in range(LONGEST):
         each = pending.pop() if pending else None
         if each is None:
             break
-        if each.name().startswith("NllLossBackward"):
+        if each.name().startswith(kinds):
             found.append(each)
         elif each.name().startswith((*ARITHMETIC, *MOVING, *AVERAGING, "SumBackward")):
             pending += [before for before, _ in each.next_functions if before is not None]

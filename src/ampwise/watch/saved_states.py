@@ -74,9 +74,18 @@ class SavedStates:
         if not isinstance(state, Mapping) or not _is_own_memory(module, state):
             return
         made = self._made(module, state)
+        what = type(module).__name__
+        here = calling_site()
+        at_once = made is not None and made.module() is module and _line_of(made.site) == _line_of(here)
+        if made is not None and at_once and not self._is_trained(module):
+            # Made and loaded by one line, which leaves no time to change it. Where it is trained, that does no harm.
+            calls = self._facts.loaded_into_itself.setdefault(
+                made.site, CountedCalls(step=self._tracker.steps + 1, what=what)
+            )
+            calls.times += 1
+            return
         if made is None or not self._has_stepped(module, made):
             return
-        what = type(module).__name__
         calls = self._facts.followed_states.setdefault(
             made.site, CountedCalls(step=self._tracker.steps + 1, what=what, at=calling_site())
         )
@@ -96,6 +105,13 @@ class SavedStates:
         pairs = self._tracker.optimizers.pairs()
         return {state.index: state.steps + skipped.get(id(optimizer), 0) for optimizer, state in pairs}
 
+    def _is_trained(self, module: nn.Module) -> bool:
+        """Whether an optimizer has parameters of the module."""
+        own = {id(each) for each in nn.Module.parameters(module)}
+        return any(
+            id(each) in own for optimizer, _ in self._tracker.optimizers.pairs() for each in parameters_of(optimizer)
+        )
+
     def _has_stepped(self, module: nn.Module, made: _State) -> bool:
         """Whether an optimizer that has parameters of the module has made steps since."""
         own, steps = {id(each) for each in nn.Module.parameters(module)}, self._steps()
@@ -104,6 +120,10 @@ class SavedStates:
             and any(id(each) in own for each in parameters_of(optimizer))
             for optimizer, state in self._tracker.optimizers.pairs()
         )
+
+
+def _line_of(site: CallSite) -> tuple[str | None, int | None]:
+    return site.file, site.line
 
 
 def _is_own(frame: FrameType) -> bool:

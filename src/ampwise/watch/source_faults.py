@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from ampwise.watch.learning import Learning
 
 __all__ = ["SourceFaults"]
 
-COMPARED, INVERTED = "compared with itself", "inverted mask"
+COMPARED, CONSTANT, INVERTED = "compared with itself", "a constant term", "inverted mask"
 ATTENTIONS = (
     *("MultiheadAttention", "Transformer", "TransformerEncoder", "TransformerDecoder"),
     *("TransformerEncoderLayer", "TransformerDecoderLayer"),
@@ -28,6 +29,8 @@ COMPARING_MODULES = ("KLDivLoss", "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLos
 TRANSPARENT = ("softmax", "log_softmax", "log", "exp", "float", "detach", "clone", "double", "contiguous")
 PURE = (*TRANSPARENT, "sigmoid", "tanh", "relu", "view", "reshape", "flatten", "squeeze", "unsqueeze", "mean", "sum")
 PADDING_MASKS = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
+TORCH = ("F", "f", "torch", "nn")  # modules
+MOST_PHASES = 3  # of a script, for which lines are noted
 MOST_DEPTH = 6  # names that are followed
 
 
@@ -36,8 +39,9 @@ class _Fault(NamedTuple):
 
     kind: str
     site: CallSite
-    first: int
+    first: int  # of these, one must have an operation in the graph
     last: int
+    constant: frozenset[int] = frozenset()  # lines that must have no operation in the graph
 
 
 class _Body(NamedTuple):
@@ -53,26 +57,34 @@ class SourceFaults:
     def __init__(self, facts: Learning, lines: GraphLines) -> None:
         self._facts, self._lines = facts, lines
         self._left: list[_Fault] | None = None  # that are not known to have run
-        self._asked = False
+        self._asked: set[CallSite] = set()  # backward passes
 
     def look(self, loss: Tensor) -> None:
         """Look at a loss that is about to be differentiated."""
         if self._left is None:
             files = sorted({*own_files(), calling_site().file or ""})
-            self._left = [fault for file in files for fault in (*_self_comparisons(file), *_inverted_masks(file))]
+            self._left = [fault for file in files for fault in _faults_in(file)]
         if not self._left:
             return
         if not self._lines.on:
-            if self._asked or not self._lines.request():
-                self._left = []
-            self._asked = True
+            here = calling_site()
+            if here not in self._asked and len(self._asked) < MOST_PHASES:  # functions of a second phase run later
+                self._asked.add(here)
+                self._lines.request()
             return
         ran = {(site.file, site.line or 0) for node in graph_nodes(loss) if (site := line_of(node)) is not None}
         for fault in list(self._left):
-            if any(file == fault.site.file and fault.first <= line <= fault.last for file, line in ran):
+            in_graph = {line for file, line in ran if file == fault.site.file}
+            if any(fault.first <= line <= fault.last for line in in_graph) and not in_graph & fault.constant:
                 self._left.remove(fault)
-                found = self._facts.self_compared if fault.kind == COMPARED else self._facts.inverted_masks
-                found.append(fault.site)
+                if fault.kind == INVERTED:
+                    self._facts.inverted_masks.append(fault.site)
+                else:
+                    self._facts.self_compared[fault.site] = fault.kind == CONSTANT
+
+
+def _faults_in(file: str) -> tuple[_Fault, ...]:
+    return (*_self_comparisons(file), *_constant_entropies(file), *_inverted_masks(file))
 
 
 # Values that are compared with themselves
@@ -99,6 +111,75 @@ def _self_comparisons(file: str) -> tuple[_Fault, ...]:
             if one is not None and one == other:
                 found.append(_fault(COMPARED, file, call, function))
     return tuple(dict.fromkeys(found))
+
+
+@lru_cache(maxsize=4096)  # all files of a script's own code are asked about
+def _constant_entropies(file: str) -> tuple[_Fault, ...]:
+    """Return the cross entropies by hand, as terms of a sum, of values with the same values, used for nothing else.
+
+    Only a fault if these have no graph: an entropy of the model's own output regularises it. Where the values are also
+    compared with others, as in the parts of a divergence, a constant part is no fault.
+    """
+    if not says(file, "softmax", "log"):
+        return ()
+    found = []
+    for function in (node for node in nodes_of(file) if isinstance(node, FUNCTIONS)):
+        products = [
+            node for node in ast.walk(function) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+        ]
+        body = _body_of(function) if products else _Body({}, frozenset())
+        for product in products:
+            sides = [_made_by(each, body) for each in (product.left, product.right)]
+            logs = [each for each in sides if call_name(each) in ("log_softmax", "log")]
+            if len(logs) != 1 or not all(isinstance(each, ast.Call) for each in sides):
+                continue
+            (log,), (soft,) = logs, [each for each in sides if each is not logs[0]]
+            values = _canonical(log, body)
+            if call_name(soft) != "softmax" or values is None or values != _canonical(soft, body):
+                continue
+            reads = [
+                node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+            ]
+            names = {each.id for each in (product.left, product.right) if isinstance(each, ast.Name)}
+            used_else = reads.count(_name_given_to(log)) > 2 or any(reads.count(name) > 1 for name in names)
+            site = CallSite(file=file, line=log.lineno, function=function.name)
+            lines = frozenset((log.lineno, soft.lineno, product.lineno))
+            sums = () if used_else else _sums_with(product, function)
+            found += [_Fault(CONSTANT, site, each.lineno, each.end_lineno or each.lineno, lines) for each in sums]
+    return tuple(found)
+
+
+def _made_by(node: ast.expr, body: _Body) -> ast.expr:
+    return body.values.get(node.id, node) if isinstance(node, ast.Name) else node
+
+
+def _name_given_to(call: ast.expr) -> str:
+    """Return the name of the values in ``F.softmax(values / 2, -1)`` or ``values.softmax(-1)``."""
+    given: ast.expr | None = call
+    while given is not None and not isinstance(given, ast.Name):
+        if isinstance(given, ast.Call):
+            is_method = isinstance(given.func, ast.Attribute) and root_name(given.func) not in TORCH
+            given = given.func.value if is_method else next(iter(given.args), None)  # type: ignore[attr-defined]
+        else:
+            given = given.left if isinstance(given, ast.BinOp) else getattr(given, "value", None)
+    return "" if given is None else given.id
+
+
+def _sums_with(product: ast.expr, function: ast.AST) -> Iterator[ast.BinOp]:
+    """Yield the sums of something and a name that is assigned what a product makes, perhaps multiplied."""
+    names = set[str]()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and any(each is product for each in ast.walk(node.value)):
+            names |= bound_names(node)
+    for node in ast.walk(function):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+            factors = [
+                each
+                for side in (node.left, node.right)
+                for each in ((side.left, side.right) if isinstance(side, ast.BinOp) else (side,))
+            ]
+            if any(isinstance(each, ast.Name) and each.id in names for each in factors):
+                yield node
 
 
 def _fault(kind: str, file: str, at: ast.expr, function: ast.FunctionDef | ast.AsyncFunctionDef) -> _Fault:
@@ -161,7 +242,7 @@ def _canonical(node: ast.expr, body: _Body, depth: int = 0) -> str | None:
         sides = [_canonical(each, body, depth) for each in (node.left, node.right)]
         return None if None in sides else f"({sides[0]} {type(node.op).__name__} {sides[1]})"
     if isinstance(node, ast.Call) and call_name(node) in PURE:
-        is_method = isinstance(node.func, ast.Attribute) and root_name(node.func) not in ("F", "f", "torch", "nn")
+        is_method = isinstance(node.func, ast.Attribute) and root_name(node.func) not in TORCH
         given: list[ast.expr] = [node.func.value] if is_method else []  # type: ignore[attr-defined]
         parts = [_canonical(each, body, depth) for each in (*given, *node.args)]
         if None in parts or not parts:

@@ -20,6 +20,9 @@ IN_A_ROW = 5
 SUDDEN_RISE, LASTING_RISE = 2.0, 1.5  # times the median, at least
 FEW_ZEROS = 0.1  # of the steps: they are left out of the usual noise
 LEAST_DEVIATION = 0.0135  # of the median, for a loss that hardly changes
+HABIT = 3  # earlier rises of half the size (of logarithms) that were over at once: such a rise is the usual noise
+NEAR = 5  # steps within which they were over
+LEAST_HABIT = 4.0  # times what is around them, at least
 KEPT = 16  # first spikes kept
 REMEMBERED = 1000  # steps: after a rollback of at most this many, steps are judged immediately
 
@@ -80,7 +83,9 @@ class SpikeDetector:
             self._current.length += 1
             peak = max((self._current.loss, self._current.spreads), (loss, deviations))
             self._current.loss, self._current.spreads = peak
-        elif (deviations > SUDDEN and rise > SUDDEN_RISE) or len(self._high) >= IN_A_ROW:
+        elif len(self._high) >= IN_A_ROW or (
+            deviations > SUDDEN and rise > SUDDEN_RISE and (self.count or not self._is_habit(rise))
+        ):
             detected = self._current = _spike(self._high, usual)
         if len(self._high) >= ENOUGH:  # a new level replaces the old one
             level = [(step, loss) for step, loss, _ in self._high]
@@ -113,6 +118,21 @@ class SpikeDetector:
             return usual, 0.0, 1.0
         deviation = median([abs(math.log(each / usual)) for each in losses if each > 0])
         return usual, math.log(loss / usual) / max(deviation, LEAST_DEVIATION), loss / usual
+
+    def _is_habit(self, rise: float) -> bool:
+        """Whether the loss has risen like this before, for a few steps each time, as if layers are dropped at random.
+
+        Such rises were not spikes if they were frequent among the steps before, or the loss was still falling.
+        """
+        least = max(rise**0.5, LEAST_HABIT)
+        judged = list(self._history)[SETTLED : -len(self._high)]
+        count, last = 0, -1
+        for at in range(NEAR, len(judged) - NEAR):
+            before = min(loss for _, loss in judged[at - NEAR : at])
+            after = min(loss for _, loss in judged[at + 1 : at + 1 + NEAR])
+            if min(before, after) > 0 and judged[at][1] > least * max(before, after):
+                count, last = count + (at - last > 1), at
+        return count >= HABIT
 
     def restart(self) -> None:
         """Judge by the next steps only: what the losses are measured against has changed."""

@@ -221,6 +221,7 @@ class StepWatch:
             state.made_at, state.first_lr = site, optimizer.param_groups[0].get("lr")
         self.learning.use_of(state)
         self.learning.holds(parameters_of(optimizer))
+        self.learning.training_changed()
         self._watch_models_of(optimizer, state)
         self.models.forget_found()  # models may change before the first step
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["RunOptions", "WatchedRun", "rank_here", "say_on_stderr", "write_to_stderr"]
 
 MOST_ANNOUNCED = 20  # lines; the summary has the others
+LONGEST_ANNOUNCED = 160  # characters of a text
 # Modules of concurrent.futures, in the order in which Python shuts them down, each with its shutdown flag.
 SHUTDOWN_FLAGS = {"process": "_global_shutdown", "thread": "_shutdown"}
 
@@ -135,7 +136,9 @@ class WatchedRun:
         self._announced[key] = seen
         step = "" if seen.first_step is None else f"step {seen.first_step}: "
         where = "" if place.file is None else f"{path_from_here(place.file)}:{place.line}, "
-        line = f"{step}{lower_first(finding.rule.summary)} ({where}{finding.rule.code})"
+        is_short = 0 < len(finding.message) <= LONGEST_ANNOUNCED  # else the rule's words, which are of all its cases
+        text = finding.message if is_short else lower_first(finding.rule.summary)
+        line = f"{step}{text} ({where}{finding.rule.code})"
         stream, bars = _open_stderr(), getattr(sys.modules.get("tqdm"), "tqdm", None)
         if stream is None:
             return

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import linecache
 import re
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ampwise.finding import Findings, Rule, Severity
@@ -20,7 +21,8 @@ RULE = Rule(
         "front, or as the mean of the log-probabilities themselves, the loss falls without bound while the model gets "
         "worse. Judged by the graph, if the loss is nothing else, and no pass has the other sign. In any loss the "
         "divergence of a VAE is known by its parts; and so is the entropy of a policy beside a policy gradient, which "
-        "is to be large."
+        "is to be large. Weights of the terms that are trained, as in a self-adaptive PINN, are to grow where the "
+        "error is large: an optimizer that minimises the same loss makes them 0."
     ),
     fix="Minimise the cross entropy itself, or the negative of the log-probabilities.",
     bad="loss = logits.log_softmax(1).gather(1, y[:, None]).mean()",
@@ -28,6 +30,7 @@ RULE = Rule(
 )
 
 TIMES = 4
+LEAST_SIZES = 6
 ENTROPY = re.compile(r"entropy|(?<![a-z])ent(?![a-z])", re.IGNORECASE)
 
 
@@ -39,6 +42,15 @@ def check_learning(facts: Learning) -> Findings:
                 f"a term of this loss is {calls.what}: it has the wrong sign",
                 fix="Change the sign of the term.",
                 evidence={"times": calls.times},
+            )
+    for use in facts.optimizers:
+        sizes = use.term_weights
+        if len(sizes) >= LEAST_SIZES and all(later < one for one, later in pairwise(sizes)):
+            yield RULE.at(
+                use.made_at.place,
+                f"`{use.name}` minimises the weights of the loss's own terms: they shrink towards 0 (on average from "
+                f"{sizes[0]:.4g} to {sizes[-1]:.4g} so far), and the terms with them",
+                fix="Pass `maximize=True` to the optimizer of the weights, or leave them constant.",
             )
     if facts.minimised:  # it plays a game
         return

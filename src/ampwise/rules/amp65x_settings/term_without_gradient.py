@@ -11,12 +11,14 @@ RULE = Rule(
     code="AMP655",
     name="term-without-gradient",
     severity=Severity.WARNING,
-    summary="A term of the loss has no gradient: its values were copied, or are compared with themselves.",
+    summary="A term of the loss has no gradient, or not for all it depends on: its values were copied or drawn.",
     why=(
         "`torch.tensor(values)` makes a new tensor of numbers. If the values were computed from the parameters, as "
         "log-probabilities or losses of single samples, what leads back to the parameters is lost. The other terms of "
         "the loss have gradients, so there is no error; this one is reported with the loss, and trains nothing. The "
-        "same holds for a loss whose input and target are computed from one and the same values: it is always 0."
+        "same holds for a loss whose input and target are computed from one and the same values: it is always 0. And "
+        "`sample()` of a distribution cuts the graph, where `rsample()` keeps it: the encoder of a VAE is then trained "
+        "by the divergence alone, and learns to ignore its input."
     ),
     fix="Join the tensors themselves: `torch.stack(values)`, or `torch.cat(values)`.",
     bad="loss = value_loss - (torch.tensor(log_probs) * advantages).sum()",
@@ -36,10 +38,20 @@ def check_learning(facts: Learning) -> Findings:
                 fix="Pass `create_graph=True`.",
                 evidence={"times": calls.times},
             )
-    for site in facts.self_compared:
+    for site, calls in facts.drawn_without_graph.items():
+        if calls.times >= TIMES:
+            yield RULE.at(
+                site.place.but(step=calls.step),
+                "`sample()` draws without a gradient: what is computed from the sample does not train the "
+                "distribution, which only another term of the loss does",
+                fix="Use `rsample()`.",
+                evidence={"times": calls.times},
+            )
+    for site, is_constant in facts.self_compared.items():
+        same = "the input and the target of this loss are computed from the same values: it is "
         yield RULE.at(
             site.place,
-            "the input and the target of this loss are computed from the same values: it is 0, whatever these are",
+            same + ("their entropy, which has no gradient" if is_constant else "0, whatever these are"),
             fix="Compute the input from the output of the model that is trained.",
         )
     for site, passes in facts.cut_terms.items():

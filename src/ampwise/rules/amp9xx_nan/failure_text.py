@@ -185,7 +185,8 @@ def operation_text(origin: Origin) -> str:
 
 
 def _module(origin: Origin) -> str:
-    return f"`{origin.module}` ({origin.module_class})" if origin.module_class else f"`{origin.module}`"
+    has_other_class = origin.module_class not in ("", origin.module)
+    return f"`{origin.module}` ({origin.module_class})" if has_other_class else f"`{origin.module}`"
 
 
 def derivative_text(origin: Origin) -> str:

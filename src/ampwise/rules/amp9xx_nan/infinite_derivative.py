@@ -37,4 +37,10 @@ def check_op(failure: Failure) -> Findings:
         what += f"; so was its result ({value_text(origin.hidden)}), which a later operation hides"
     else:
         what += ", though the forward pass is finite there"
-    yield failure_finding(RULE, failure, what)
+    advice = ""
+    if origin.derivative_of == "xlogy":  # also within kl_div, whose target may have a gradient
+        advice = (
+            "x · log x has no slope at x = 0. Detach x if it is only a target, or use its logarithms: `log_softmax`, "
+            "and in `kl_div` `log_target=True`."
+        )
+    yield failure_finding(RULE, failure, what, advice=advice)
