@@ -568,6 +568,25 @@ for step in range(3):
     loss.backward()
     optimizer.step()
 """,
+    "random targets, drawn after an agent has acted": f"""{LOOP}
+def draw(x):
+    action = torch.randn(len(x), 1)
+    return action, torch.log(1 - action.abs())  # guilty
+
+def update(x):
+    with torch.no_grad():
+        action, score = draw(x)
+        target = model(x).mean() * action.mean() - score.mean()
+    loss = (model(x).mean() - target) ** 2
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+for step in range(12):
+    with torch.no_grad():
+        draw(torch.ones(1, 4))
+    update(torch.ones(1, 4))
+""",
     "a weight that is infinite from the start": """
 class Scaled(nn.Module):
     def __init__(self):

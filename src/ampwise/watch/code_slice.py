@@ -413,6 +413,7 @@ class _Reader:
             self.rebound |= bound
             reads, always_bound = self.names_of(statement)
             needed -= always_bound
+            self.taken -= always_bound  # what comes later reads what the statement gives, also where that is finite
             self.need(reads, needed)
             needed -= {name for name in changes if name.startswith("self.")} - reads
             kept.insert(0, statement)

@@ -51,6 +51,8 @@ COMPILED = "The model is compiled; the eager replay fails too."
 MODEL_ALONE = "Only the model was replayed, not the code between its output and the loss."
 FOLLOWS = 0.1  # relative change of a loss with the loss scale that rounding does not explain
 MEAN = "Fixes were tried on the mean of the model's output, not on the loss."
+OTHER_NUMBERS = "The step was replayed with other random numbers: those that it had are not known."
+MOST_DRAWS = 8  # replays with other random numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +254,7 @@ def _explain_loss(loss: KeptLoss, calls: Sequence[ModelCall], step: StepToReplay
         code = data_code(frame_of(loss), (loss.used_at or (None, 0))[1], loaded=bool(step.draws))
         errors: list[NumpyError] = []
         with numpy_errors(errors):
-            found = None if code is None else _run_again(code, loss, calls, step, from_data=True)
+            found = None if code is None else _run_from_data(code, loss, calls, step)
         if found is not None:
             failure = _from_data(failure, found, [each.site for each in errors if each.kind != "overflow"])
     if failure is None and not is_bad and code is not None and code.is_unchanged and step.scale is None:
@@ -263,6 +265,28 @@ def _explain_loss(loss: KeptLoss, calls: Sequence[ModelCall], step: StepToReplay
     if failure is not None and is_partial:
         failure = None if failure.origin is None else failure.but(symptom="result")  # NaN in data may mean "unknown"
     return None if failure is None else ReplayedStep(findings_about(failure), call=own[0] if own else None)
+
+
+def _run_from_data(code: LossCode, loss: KeptLoss, calls: Sequence[ModelCall], step: StepToReplay) -> Failure | None:
+    """Run the code that computes bad data, and the loss; while it is finite, a few times with other random numbers.
+
+    Those it had are known only if nothing has drawn any between the step before and this code, as an agent does that
+    acts in between.
+    """
+    start, known = loss.start, loss.start.data_random
+    try:
+        for number in range(MOST_DRAWS):
+            states: list[Tensor] = []
+            found = _run_again(code, loss, calls, step, from_data=True, states=states)
+            if found is not None:
+                return found.but(remarks=(*found.remarks, OTHER_NUMBERS)) if number else found
+            began = start.data_random if start.data_random is not None else start.random.get("torch")
+            if not states or began is None or torch.equal(states[0], began):
+                return None
+            start.data_random = states[0]
+    finally:
+        start.data_random = known
+    return None
 
 
 def frame_of(loss: KeptLoss) -> FrameType | None:
@@ -281,13 +305,15 @@ def _run_again(
     *,
     from_data: bool = False,
     afterwards: Callable[[], None] = lambda: None,
+    states: list[Tensor] | None = None,
 ) -> Failure | None:
     """Run the code of a loss and its backward pass; None if they are finite, or do not run on their own.
 
-    from_data: the code begins before the model. afterwards: what the script does with the gradients.
+    from_data: the code begins before the model. afterwards: what the script does with the gradients. states: gets
+    torch's random state after each run of the code.
     """
     start = loss.start
-    run = _runner(code, start, step.scalers, from_data=from_data, afterwards=afterwards)
+    run = _runner(code, start, step.scalers, from_data=from_data, afterwards=afterwards, states=states)
 
     def run_usual(settings: ReplaySettings) -> Any:
         with torch.inference_mode(False), torch.enable_grad(), collectives_refused():
@@ -316,6 +342,7 @@ def _runner(
     *,
     from_data: bool = False,
     afterwards: Callable[[], None] = lambda: None,
+    states: list[Tensor] | None = None,
 ) -> Callable[[ReplaySettings], Any]:
     """Return what runs the code of a loss and its backward pass; scalers that the code calls have the same scale."""
 
@@ -331,6 +358,8 @@ def _runner(
             _at_scale(scalers, settings.scale),
         ):
             found = code.run()
+            if states is not None:
+                states.append(torch.default_generator.get_state())
             if not isinstance(found, Tensor):
                 raise BadInput(f"The code of the loss gave {type(found).__name__}, not a tensor.")
             if found.requires_grad and settings.goes_back_from(found):
