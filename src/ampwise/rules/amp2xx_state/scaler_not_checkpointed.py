@@ -82,7 +82,8 @@ def _is_split(checkpoint: SavedCheckpoint) -> bool:
             statement = script.statement(call)
             target = statement.targets[0] if isinstance(statement, ast.Assign) else None
             held = dotted_text(target.value) if isinstance(target, ast.Subscript) else None  # state["scaler"] = ...
-            states.setdefault(frame.role(call.func.value), []).append((statement, held or dotted_text(target)))
+            held = held or (dotted_text(target) if target is not None else None)
+            states.setdefault(frame.role(call.func.value), []).append((statement, held))
     others = states.get(OPTIMIZER, [])
     return any(
         all(statement is not each and (held is None or held != name) for each, name in others)

@@ -85,8 +85,8 @@ def _sums_in_half(code: SourceFile) -> Findings:
             continue
         first = made.args[0] if made.args else None
         is_zero = last_name(made.func).startswith("zeros") or (isinstance(first, ast.Constant) and first.value == 0)
-        known = dtypes_of(dtype, frame)
-        half = next((each for each in (FP16, BF16) if known == {each}), None)
+        known = dtypes_of(dtype, frame) or frozenset()
+        half = next((each for each in (FP16, BF16) if known == frozenset([each])), None)
         added = [each for each in adds if dotted_text(each.target) == name and code.function_at(each) is function]
         if half and is_zero and any(_is_repeated(each, statement, code) for each in added):
             yield RULE.at(
