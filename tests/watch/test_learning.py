@@ -114,6 +114,90 @@ FAULTS = {
             objective.backward()
             optimizer.step()
     """,
+    "second derivatives without a graph, in a function that another one calls, and a known force": """
+        model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+
+        def curvature(values, points):
+            slope = torch.autograd.grad(values.sum(), points, create_graph=True)[0]
+            return torch.autograd.grad(slope.sum(), points, retain_graph=True)[0]  # expect: AMP655
+
+        def residual(points):
+            points = points.requires_grad_(True)
+            return curvature(model(points), points) + points.sin()
+
+        optimizer = SGD(model.parameters(), lr=0.01)
+        for _ in range(20):
+            inner = residual(torch.rand(32, 1)).square().mean()
+            loss = inner + 10.0 * model(torch.tensor([[0.0], [1.0]])).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "attention weights over the samples that a function puts together": """
+        class Pooled(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.score, self.head = nn.Linear(4, 1), nn.Linear(4, 4)
+            def forward(self, steps, lengths):
+                late = torch.arange(6)[None] >= lengths[:, None]
+                weights = torch.softmax(self.score(steps).squeeze(-1).masked_fill(late, -1e4), 0)  # expect: AMP643
+                return self.head(torch.bmm(weights.unsqueeze(1), steps).squeeze(1))
+
+        def together(items):
+            steps, labels = zip(*items)
+            lengths = torch.tensor([len(each) for each in steps])
+            return nn.utils.rnn.pad_sequence(steps, True), lengths, torch.tensor(labels)
+
+        items = [(torch.randn(6 - at % 3, 4), at % 4) for at in range(64)]
+        model = Pooled()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            for steps, lengths, labels in DataLoader(items, 16, collate_fn=together):
+                optimizer.zero_grad()
+                F.cross_entropy(model(steps, lengths), labels).backward()
+                optimizer.step()
+    """,
+    "a student's divergence from the teacher, of the teacher's logits, outside of functions": """
+        student, teacher = Net(), Net()
+        optimizer = SGD(student.parameters(), lr=0.1)
+        divergence = nn.KLDivLoss(reduction="batchmean", log_target=True)
+        for _ in range(20):
+            with torch.no_grad():
+                wanted = teacher(x)
+            given = student(x)
+            logs = F.log_softmax(wanted / 2, -1)
+            known = F.log_softmax(wanted / 2, -1)
+            soft = divergence(logs, known)  # expect: AMP655
+            loss = F.cross_entropy(given, y) + soft
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "a softmax over the only value that is left": """
+        class Gated(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.gate, self.parts = nn.Linear(8, 4), nn.Linear(8, 16)
+            def forward(self, x):
+                best, at = self.gate(x).topk(1, -1)
+                share = best.softmax(-1)  # expect: AMP604
+                return share * self.parts(x).view(-1, 4, 4)[torch.arange(len(x)), at[:, 0]]
+
+        train(model := Gated(), SGD(model.parameters(), lr=0.1))
+    """,
+    "a ratio of a policy to itself": """
+        policy, value = Net(), nn.Linear(8, 1)
+        optimizer = Adam([*policy.parameters(), *value.parameters()], lr=0.01)
+        actions, gains = torch.randint(0, 4, (32, 1)), torch.randn(32)
+        for _ in range(40):
+            before = policy(x).log_softmax(-1).gather(1, actions).squeeze(1)
+            now = policy(x).log_softmax(-1).gather(1, actions).squeeze(1)
+            ratio = (now - before).exp()  # expect: AMP604
+            loss = (value(x).squeeze(1) - gains).square().mean() - (ratio * gains).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
     "a target network that loads its own state": """
         model, target = mlp(), mlp()
         optimizer = SGD(model.parameters(), lr=0.01)
@@ -1178,6 +1262,87 @@ FAULTS = {
 }
 
 FINE = {
+    "gradients of points without a graph: a constant on purpose, for an update by hand, and for a weight": """
+        model, shift = mlp(), torch.zeros(1, 8, requires_grad=True)
+        optimizer = SGD(model.parameters(), lr=0.01)
+
+        def slopes(points):
+            return torch.autograd.grad(model(points).square().sum(), points)[0]
+
+        def offset(points):
+            return slopes(points.requires_grad_(True)).detach()
+
+        def scale(points):
+            return slopes(points.requires_grad_(True)).abs().mean()
+
+        for _ in range(20):
+            slope = torch.autograd.grad(F.cross_entropy(model(x + shift), y), shift)[0]
+            with torch.no_grad():
+                shift += 0.01 * slope
+            size = shift.square().mean()
+            known = offset(torch.randn(4, 8)).mean()
+            weight = scale(torch.randn(4, 8))
+            error = F.cross_entropy(model(x + shift), y)
+            loss = error * weight + 0.1 * size + known
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "functions that put samples together along the second axis, or the words of a text along the first": """
+        class Pooled(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.score, self.head = nn.Linear(4, 1), nn.Linear(4, 4)
+            def forward(self, steps):
+                weights = torch.softmax(self.score(steps), 0)
+                return self.head((weights * steps).sum(0) if steps.dim() == 3 else weights * steps)
+
+        def by_step(items):
+            steps, labels = zip(*items)
+            return torch.stack(steps, 1), torch.tensor(labels)
+
+        def text(items):
+            words, labels = zip(*items)
+            return torch.cat(words), torch.tensor(labels), torch.tensor([0, 16])
+
+        model = Pooled()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        series, words = ([(torch.randn(length, 4), at % 4) for at in range(64)] for length in (6, 1))
+        for _ in range(5):
+            loaders = DataLoader(series, 16, collate_fn=by_step), DataLoader(words, 16, collate_fn=text)
+            for batches in zip(*loaders):
+                for steps, labels, *_ in batches:
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(steps), labels).backward()
+                    optimizer.step()
+    """,
+    "values compared with themselves outside of functions: to see that this is 0, and where it never runs": """
+        print(F.mse_loss(x, x))
+        if len(x) == 3:
+            F.l1_loss(x, x)
+        model = mlp()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(20):
+            given = model(x)
+            logs = given.log_softmax(-1)
+            given = given + 0.1 * torch.randn(32, 4)
+            noisy = given.log_softmax(-1)
+            loss = F.cross_entropy(model(x), y) + 0.1 * F.kl_div(logs, noisy, log_target=True)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
+    "differences of two outputs of the same model, and gates that are off for a while": """
+        model, gate = mlp(), nn.Linear(8, 1)
+        optimizer = SGD([*model.parameters(), *gate.parameters()], lr=0.01)
+        for step in range(40):
+            one, other = model(x), model(x + 0.1 * torch.randn(32, 8))
+            share = gate(x) * (step % 4 == 0)
+            loss = F.cross_entropy(one, y) + (one - other).square().mean() + (share - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """,
     "a loss of the same values, and an inverted mask, in functions that never run": """
         def unused(teacher, wanted):
             return F.kl_div(F.log_softmax(wanted, -1), F.softmax(wanted, -1)) + F.mse_loss(wanted, wanted)

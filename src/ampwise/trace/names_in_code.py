@@ -25,6 +25,7 @@ __all__ = [
     "calls_in",
     "changed_names",
     "free_names",
+    "functions_of",
     "nodes_of",
     "root_name",
     "scopes_of",
@@ -94,6 +95,15 @@ def nodes_of(file: str) -> Iterator[ast.AST]:
     """Yield the nodes of a file's source; none if it has none, or it is not Python."""
     tree = tree_of(file)
     return iter(()) if tree is None else ast.walk(tree)
+
+
+def functions_of(file: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield the functions and methods of a file, and then the code outside of them as one, ``<module>``."""
+    tree = tree_of(file)
+    if tree is not None:
+        yield from (node for node in ast.walk(tree) if isinstance(node, FUNCTIONS))
+        body = [each for each in tree.body if not isinstance(each, DEFINITIONS)]
+        yield ast.FunctionDef(name="<module>", args=None, body=body, decorator_list=[])  # type: ignore[arg-type]
 
 
 def uninitialised_at(kind: type, attribute: str) -> CallSite:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, islice
@@ -32,12 +32,13 @@ from ampwise.trace.names_in_code import (
 from ampwise.watch.code_slice import loss_of, way_to
 from ampwise.watch.learning import CountedCalls, Learning
 
-__all__ = ["MOST_NAMES", "Scope", "note_cut_term", "scope_of", "value_of"]
+__all__ = ["MOST_NAMES", "Callers", "Scope", "callers_of", "note_cut_term", "scope_of", "value_of"]
 
 MAKERS = ("tensor", "Tensor", "FloatTensor", "as_tensor")
 SUMS = ("sum", "mean")
 ON_PURPOSE = ("detach", "item", "no_grad", "inference_mode")
 MOST_NAMES = 8  # followed from the loss to the values
+MOST_CALLERS = 8  # functions from a call outwards
 MOST_ITEMS = 8  # of a list that are looked at
 UNKNOWN = object()
 
@@ -64,10 +65,38 @@ class Scope:
         return every if sum(not each.adds for each in every) == 1 else []
 
 
-def note_cut_term(frame: FrameType | None, facts: Learning, step: int, flat_sites: Collection[CallSite] = ()) -> None:
+Callers = dict[tuple[str, str], str]  # by file and name of a function: the one that it calls
+
+
+def callers_of(frame: FrameType | None) -> Callers:
+    """Return the functions that have led to the call that runs now, beginning with the one that contains it.
+
+    It ends where one of them may take what it is returned out of the graph on purpose.
+    """
+    found: Callers = {}
+    callee = ""
+    while frame is not None and len(found) < MOST_CALLERS:
+        code = frame.f_code
+        if code_owner(code.co_filename) == "own":
+            found.setdefault((code.co_filename, code.co_name), callee)
+            if callee and not {*ON_PURPOSE}.isdisjoint(code.co_names):
+                break
+            callee = code.co_name
+        frame = frame.f_back
+    return found
+
+
+def note_cut_term(
+    frame: FrameType | None,
+    facts: Learning,
+    step: int,
+    flat_sites: Mapping[CallSite, Callers],
+    trains: Callable[[Tensor], bool],
+) -> None:
     """Note the line where a term of the loss that is differentiated now has lost its graph.
 
-    flat_sites: calls of ``autograd.grad`` whose gradients have no graph.
+    flat_sites: calls of ``autograd.grad`` whose gradients have no graph, and what led to them. trains: whether the
+    graph of a term leads to more than what they are the gradients of.
     """
     while frame is not None and code_owner(frame.f_code.co_filename) != "own":
         frame = frame.f_back
@@ -75,9 +104,9 @@ def note_cut_term(frame: FrameType | None, facts: Learning, step: int, flat_site
     if frame is None or scope is None or not (scope.copies or flat_sites):
         return
     values = frame.f_locals if frame.f_locals is frame.f_globals else {**frame.f_globals, **frame.f_locals}
-    for term in _added(scope.loss, scope, values) if flat_sites else ():
-        for site in flat_sites:
-            if _comes_from(term, site, frame.f_code, scope):
+    for term in _added(scope.loss, scope, values, trains) if flat_sites else ():
+        for site, callers in flat_sites.items():
+            if _comes_from(term, site, callers.get((frame.f_code.co_filename, frame.f_code.co_name)), scope):
                 facts.flat_penalties.setdefault(site, CountedCalls(step=step)).times += 1
     maker = _Terms(scope, values).cut(scope.loss) if scope.copies else None
     if maker is not None:
@@ -134,30 +163,34 @@ def _statements(statement: ast.stmt, *, quiet: bool) -> Iterator[tuple[ast.AST, 
             yield each, quiet
 
 
-def _added(term: ast.expr, scope: Scope, values: Mapping[str, Any], depth: int = 0) -> Iterator[ast.Name]:
-    """Yield the names that are added in a loss, perhaps multiplied by numbers, whose values have no graph."""
+def _added(
+    term: ast.expr, scope: Scope, values: Mapping[str, Any], trains: Callable[[Tensor], bool], depth: int = 0
+) -> Iterator[ast.Name]:
+    """Yield the names that are added in a loss, perhaps multiplied by numbers, whose values train nothing."""
     if isinstance(term, ast.UnaryOp):
-        yield from _added(term.operand, scope, values, depth)
+        yield from _added(term.operand, scope, values, trains, depth)
     elif isinstance(term, ast.BinOp) and isinstance(term.op, ast.Add | ast.Sub | ast.Mult | ast.Div):
         sides = [term.left] if isinstance(term.op, ast.Div) else [term.left, term.right]
         if isinstance(term.op, ast.Mult):
             sides = [each for each in sides if not isinstance(value_of(each, values), int | float)]
         if not isinstance(term.op, ast.Mult) or len(sides) == 1:  # else it may be the weight of another term
             for each in sides:
-                yield from _added(each, scope, values, depth)
+                yield from _added(each, scope, values, trains, depth)
     elif isinstance(term, ast.Name):
         value = values.get(term.id)
-        if isinstance(value, Tensor) and not value.requires_grad and value.numel() == 1:
+        if isinstance(value, Tensor) and value.numel() == 1 and not trains(value):
             yield term
         elif isinstance(value, Tensor) and depth < MOST_NAMES:
             for made in scope.of(term.id):
-                yield from _added(made.value, scope, values, depth + 1)
+                yield from _added(made.value, scope, values, trains, depth + 1)
 
 
-def _comes_from(term: ast.Name, site: CallSite, code: CodeType, scope: Scope) -> bool:
-    """Whether a name is computed from what a call in the same function has returned, or in a function that it calls."""
-    names, pending = set[str](), [term.id]
-    is_here = (site.file, site.function) == (code.co_filename, code.co_name)
+def _comes_from(term: ast.Name, site: CallSite, callee: str | None, scope: Scope) -> bool:
+    """Whether a name is computed from what a call has returned.
+
+    callee: the function that the term's function has called for it; empty: the call is in the same function.
+    """
+    names, pending = set[str](), [] if callee is None else [term.id]
     while pending:
         name = pending.pop()
         if name in names:
@@ -166,7 +199,7 @@ def _comes_from(term: ast.Name, site: CallSite, code: CodeType, scope: Scope) ->
         for statement in scope.binding.get(name, ()):
             for call in (each for each in ast.walk(statement) if isinstance(each, ast.Call)):
                 is_at = _is_grad(call) and call.lineno <= (site.line or 0) <= (call.end_lineno or 0)
-                if is_at if is_here else call_name(call) == site.function:
+                if call_name(call) == callee if callee else is_at:
                     return True
             if not any(call_name(each) in ON_PURPOSE for each in ast.walk(statement) if isinstance(each, ast.Call)):
                 pending += free_names(statement)

@@ -568,7 +568,7 @@ class EntryPoints:
         with self._guard:
             self._watch.bad_steps.draws.batch_returned(iterator, batch)
             if batch is not None and self._follows.may_be_this():
-                self._watch.loop.batch_drawn(iterator)
+                self._watch.loop.batch_drawn(iterator, batch)
 
     def autocast_enter(self, original: Function, region: Any) -> Any:
         is_outermost = not torch.is_autocast_enabled(region.device)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
+from typing import TYPE_CHECKING
 
 from ampwise.finding.call_site import CallSite
 from ampwise.numbers.census.algebra import Census
@@ -16,6 +17,9 @@ from ampwise.numbers.formats import find_scalar_format
 from ampwise.numbers.number_text import scale_text
 from ampwise.runs.rows import LayerSample, StepRow
 from ampwise.watch.spikes import SpikeDetector
+
+if TYPE_CHECKING:
+    from ampwise.watch.lost_gradients import LostAt
 
 __all__ = [
     "SEARCH",
@@ -361,6 +365,7 @@ class GradientHealth:
         self.cast_at: dict[str, CallSite] = {}  # lines that made parameters 16 bits wide, as far as they are known
         self.zero_at: CallSite | None = None  # the operation whose gradient is zero, if that is known
         self.zeroed_at: CallSite | None = None  # the line that fills weights with zeros, if all of them are zero
+        self.lost_at: dict[str, LostAt] = {}  # where gradients of single parameters become zero, as far as is known
         self.frozen_zero: tuple[str, CallSite] | None = None  # weights that are all zero, and where they are frozen
         self._merged: dict[str, Census] = {}
         self._merged_at = 0
@@ -397,6 +402,15 @@ class GradientHealth:
         """Whether each gradient is exactly zero in all samples so far."""
         values = sum(self.values.values())
         return self.samples > 1 and values > 0 and values == sum(self.zeros.values())
+
+    @property
+    def dead(self) -> list[str]:
+        """Parameters whose gradients are exactly zero in all samples, while others have some."""
+        dead = [name for name, values in self.values.items() if values and values == self.zeros[name]]
+        alive = {name for name, values in self.values.items() if values > self.zeros[name]}
+        # In a bias alone the gradients cancel: before a normalisation, or in the difference of two outputs.
+        dead = [name for name in dead if not name.endswith("bias") or f"{name.removesuffix('bias')}weight" not in alive]
+        return dead if alive else []
 
     def add_sample(self, sample: LayerSample) -> None:
         """Add a sample, taken every n-th step: an unscaled census for each parameter."""

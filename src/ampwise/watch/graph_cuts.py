@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import code_owner, own_files, says
-from ampwise.trace.names_in_code import FUNCTIONS, bound_names, call_name, free_names, tree_of
+from ampwise.trace.names_in_code import bound_names, call_name, free_names, functions_of
 from ampwise.watch.cut_terms import MOST_NAMES, Scope, scope_of, value_of
 
 __all__ = ["cut_after", "cut_before_loss"]
@@ -89,20 +89,10 @@ def cut_after(module: str) -> CallSite | None:
         CallSite(file=file, line=line, function=function.name)
         for file in own_files()
         if any(says(file, name) for name in names)
-        for function in _functions(file)
+        for function in functions_of(file)
         for line in _lines_after(function, names)
     }
     return found.pop() if len(found) == 1 else None
-
-
-def _functions(file: str) -> Iterator[Any]:
-    tree = tree_of(file)
-    for node in ast.walk(tree) if tree is not None else ():
-        if isinstance(node, FUNCTIONS):
-            yield node
-    if tree is not None:
-        body = [each for each in tree.body if not isinstance(each, (*FUNCTIONS, ast.ClassDef))]
-        yield ast.FunctionDef(name="<module>", args=None, body=body, decorator_list=[])  # type: ignore[arg-type]
 
 
 def _lines_after(function: Any, modules: set[str]) -> Iterator[int]:

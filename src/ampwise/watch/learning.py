@@ -161,7 +161,7 @@ class LoaderUse:
     batches: int  # in a pass; 0: unknown
     in_order: bool  # not shuffled
     distributed: bool  # shuffled by a DistributedSampler, for several ranks
-    batch_size: int = 0  # of batches that torch itself puts together; 0: unknown
+    batch_size: int = 0  # of batches with a row for each sample in all their tensors; 0: unknown
     passes: int = 0
     first_only: int = 0  # passes that ended after the first batch
     drawn: int = 0

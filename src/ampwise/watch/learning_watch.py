@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
 from ampwise.train.scaler.step_result import AsyncScalars
-from ampwise.watch.cut_terms import note_cut_term
+from ampwise.watch.cut_terms import Callers, callers_of, note_cut_term
 from ampwise.watch.drawn_samples import DrawnSamples
 from ampwise.watch.graph_cuts import cut_after, cut_before_loss, leads_to
 from ampwise.watch.graph_lines import GraphLines, watch_for_zeros
@@ -40,6 +40,7 @@ from ampwise.watch.loss_means import (
     note_unreachable_target,
     note_wrong_normalisation,
 )
+from ampwise.watch.lost_gradients import LostAt, LostGradient
 from ampwise.watch.made_code import assignment_of_rate
 from ampwise.watch.mixed_samples import MixedSamples
 from ampwise.watch.outside_watch import OutsideWatch
@@ -55,6 +56,7 @@ __all__ = ["LearningWatch", "is_due"]
 MOST_NODES = 20_000  # of an autograd graph whose leaves are looked at
 EMPTY_STEPS = 12  # in a row, after which the next backward pass is looked at
 MOST_FLAT_SITES = 32
+MOST_POINTS = 256
 MOST_RESTARTS = 8  # a script may make modules in each step
 STILL = 20  # steps in a row that change nothing, each of which is looked at; some optimizers apply one of several
 PENALTIES = ("penalty", "gp", "r1_", "zero_centered")  # in names of functions
@@ -93,6 +95,9 @@ class LearningWatch:
     def __init__(self, facts: Learning, tracker: CallTracker, lines: GraphLines) -> None:
         self._facts, self._tracker, self.lines = facts, tracker, lines
         self._zeros_wanted: Callable[[CallSite], None] | None = None
+        self._lost_from: weakref.ref[Tensor] | None = None  # the parameter whose gradients are zero
+        self._lost_wanted: Callable[[LostAt], object] | None = None
+        self._lost: LostGradient | None = None  # in the running pass
         self._wide_clips = WideClips(tracker)
         self._uses: dict[int, OptimizerUse] = {}
         self._samples: dict[int, _Samples] = {}
@@ -105,7 +110,9 @@ class LearningWatch:
         self._mixed = MixedSamples(facts, lines)
         self._source = SourceFaults(facts, lines)
         self.drawn = DrawnSamples(facts)
-        self._flat_sites: dict[CallSite, None] = {}  # calls of ``autograd.grad`` without a graph
+        self._flat_sites: dict[CallSite, Callers] = {}  # calls of ``autograd.grad`` without a graph
+        # What they are gradients of, with versions, since the last backward pass.
+        self._points: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._default_rates: dict[int, Any] = {}  # by index of the optimizer
         self._by_hand: set[int] = set()  # optimizers whose parameters the script updates itself
         self._backwards = self._clips = 0
@@ -136,7 +143,9 @@ class LearningWatch:
             return
         if not any(word in (site.function or "").lower() for word in PENALTIES):
             if len(self._flat_sites) < MOST_FLAT_SITES:
-                self._flat_sites[site] = None
+                self._flat_sites.setdefault(site, {}).update(callers_of(sys._getframe(1)))
+            if len(self._points) < MOST_POINTS:
+                self._points.update({id(each): (weakref.ref(each), each._version) for each in given})
             return
         known = self._facts.flat_penalties.get(site)
         if known is None and first is not None and not isinstance(given[0], nn.Parameter):
@@ -344,9 +353,12 @@ class LearningWatch:
         self._looks = not partly and (self._looks or self.lines.on or is_due(self._backwards - self._looked_from))
         if not self._looks:
             self.drawn.forget()
+            self._points.clear()
             return
         self.drawn.look(given[0], self._tracker.steps + 1)
-        note_cut_term(sys._getframe(1), self._facts, self._tracker.steps + 1, self._flat_sites)
+        flat = self._flat_sites if self._flat_sites and leads_to(given[0].grad_fn, self.is_held) else {}
+        note_cut_term(sys._getframe(1), self._facts, self._tracker.steps + 1, flat, self._is_trained_by)
+        self._points.clear()
         note_diluted_mean(given[0], self._facts, self._tracker.steps + 1)
         note_crossed_loss(given[0], self._facts, self._tracker.steps + 1, self.lines)
         note_unreachable_target(given[0], self._facts, self._tracker.steps + 1, self.lines)
@@ -359,6 +371,8 @@ class LearningWatch:
         self._note_term_weights(given[0])
         if self._zeros_wanted is not None and self.lines.on and not partly:
             watch_for_zeros(given[0], self._zeros_wanted)
+        parameter = None if self._lost_from is None or not self.lines.on or partly else self._lost_from()
+        self._lost = None if parameter is None else LostGradient(given[0], parameter)
         users: dict[Any, Any] = {}  # by node of the graph: the one that it was found from
         pending: list[tuple[Any, Any]] = [(each.grad_fn, None) for each in given]
         while pending:
@@ -392,8 +406,17 @@ class LearningWatch:
         if self._zeros_wanted is None and self.lines.request():
             self._zeros_wanted = found
 
+    def find_lost(self, parameter: Tensor, found: Callable[[LostAt], object]) -> None:
+        """Look in the next passes for the line at which the gradient of a parameter is lost."""
+        if self.lines.request():
+            self._lost_from, self._lost_wanted = weakref.ref(parameter), found
+
     def backward_ended(self) -> None:
         self.lines.pass_ended()
+        if self._lost and self._lost_wanted is not None and (loss := self._lost.end()) is not None:
+            self._lost_wanted(loss)
+            self._lost_from = self._lost_wanted = None
+        self._lost = None
         if not self._looks:
             return
         self._looks = False
@@ -416,6 +439,17 @@ class LearningWatch:
     def _note_by_hand(self, index: int, numbers: list[float]) -> None:
         if numbers[0]:
             self._by_hand.add(index)
+
+    def _is_trained_by(self, term: Tensor) -> bool:
+        """Whether a term of a loss has gradients for more than the inputs of which ``autograd.grad`` took gradients."""
+
+        def is_trained(leaf: Tensor) -> bool:
+            point, version = self._points.get(id(leaf), (None, 0))
+            # The script updates by hand what it changes in between.
+            is_point = point is not None and point() is leaf and leaf._version == version
+            return isinstance(leaf, nn.Parameter) or self.is_held(leaf) or not is_point
+
+        return leads_to(term.grad_fn, is_trained)
 
     def is_held(self, parameter: Tensor) -> bool:
         """Whether an optimizer has, or had, the parameter."""

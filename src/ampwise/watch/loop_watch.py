@@ -69,6 +69,7 @@ class _Region:
 class _Loader:
     facts: LoaderUse
     drawn: int = 0  # of the current pass
+    joins: int = 0  # samples that a function of the script puts together, as long as each has a row in all tensors
 
 
 class LoopWatch:
@@ -245,9 +246,10 @@ class LoopWatch:
                 distributed=isinstance(sampler, DistributedSampler) and sampler.shuffle and sampler.num_replicas > 1,
             )
             facts.made_at = _loader_in_order(facts.site) if facts.in_order else None
-            if loader.collate_fn is default_collate:
-                facts.batch_size = getattr(loader.batch_sampler, "batch_size", None) or 0
             known = self._loaders[loader] = _Loader(facts)
+            known.joins = getattr(loader.batch_sampler, "batch_size", None) or 0
+            if loader.collate_fn is default_collate:
+                facts.batch_size, known.joins = known.joins, 0
             self._facts.loaders.append(facts)
         elif known.drawn == 1:
             known.facts.first_only += 1
@@ -257,11 +259,17 @@ class LoopWatch:
             facts.epochs.add(loader.sampler.epoch)
         self._iterators[iterator] = known
 
-    def batch_drawn(self, iterator: Any) -> None:
+    def batch_drawn(self, iterator: Any, batch: Any) -> None:
         known = self._iterators.get(iterator)
-        if known is not None:
-            known.drawn += 1
-            known.facts.drawn += 1
+        if known is None:
+            return
+        known.drawn += 1
+        known.facts.drawn += 1
+        if known.joins and known.drawn == 1:  # the last one may be smaller
+            parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
+            rows = {each.shape[0] for each in parts if isinstance(each, Tensor) and each.dim()}
+            known.joins = known.joins if rows == {known.joins} else 0
+            known.facts.batch_size = known.joins
 
     # Calls without effect
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site, own_files, says
-from ampwise.trace.names_in_code import FUNCTIONS, bound_names, call_name, nodes_of, root_name
+from ampwise.trace.names_in_code import FUNCTIONS, bound_names, call_name, functions_of, nodes_of, root_name
 from ampwise.watch.graph_lines import GraphLines, graph_nodes, line_of
 from ampwise.watch.learning import Learning
 
@@ -97,7 +97,7 @@ def _self_comparisons(file: str) -> tuple[_Fault, ...]:
         return ()
     modules = _names_made_by(COMPARING_MODULES, file)
     found = []
-    for function in (node for node in nodes_of(file) if isinstance(node, FUNCTIONS)):
+    for function in functions_of(file):
         asserted = {id(each) for node in ast.walk(function) if isinstance(node, ast.Assert) for each in ast.walk(node)}
         calls = [
             node
@@ -123,7 +123,7 @@ def _constant_entropies(file: str) -> tuple[_Fault, ...]:
     if not says(file, "softmax", "log"):
         return ()
     found = []
-    for function in (node for node in nodes_of(file) if isinstance(node, FUNCTIONS)):
+    for function in functions_of(file):
         products = [
             node for node in ast.walk(function) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
         ]
@@ -184,7 +184,10 @@ def _sums_with(product: ast.expr, function: ast.AST) -> Iterator[ast.BinOp]:
 
 def _fault(kind: str, file: str, at: ast.expr, function: ast.FunctionDef | ast.AsyncFunctionDef) -> _Fault:
     site = CallSite(file=file, line=at.lineno, function=function.name)
-    return _Fault(kind, site, function.lineno, function.end_lineno or function.lineno)
+    # Outside of functions, other lines run as well when this one does not: it is in a loop, or behind a condition.
+    near = [each for each in function.body if each.lineno <= at.lineno <= (each.end_lineno or 0)]
+    ran = near[0] if function.name == "<module>" else function
+    return _Fault(kind, site, ran.lineno, ran.end_lineno or ran.lineno)
 
 
 def _names_made_by(classes: tuple[str, ...], file: str) -> set[str]:
@@ -263,7 +266,7 @@ def _inverted_masks(file: str) -> tuple[_Fault, ...]:
         return ()
     found = []
     modules = _names_made_by(ATTENTIONS, file)
-    for function in (node for node in nodes_of(file) if isinstance(node, FUNCTIONS)):
+    for function in functions_of(file):
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and call_name(node) in modules]
         body = _body_of(function) if calls else _Body({}, frozenset())
         for value in (word.value for call in calls for word in call.keywords if word.arg in PADDING_MASKS):

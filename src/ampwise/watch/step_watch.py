@@ -58,6 +58,7 @@ SEARCHED_PASSES = 2  # first passes of a model, in which a model that contains i
 ARMED_FOR = 3  # steps after a non-finite loss, in which activations are measured
 UPDATES_EVERY = 10  # steps between checks of whether BF16 weights change
 TIES_CHECKED_AT = (1, 8)  # steps of an optimizer
+LAST_ZEROS = 5  # samples until which lines are looked for, where only some are zero
 FIRST_ZEROS = 2  # samples of gradients that are all zero, after which weights are looked at
 
 
@@ -422,6 +423,8 @@ class StepWatch:
                     health.zeroed_at = self._zeroed_at(index)
                     health.frozen_zero = self._frozen_zero(index)
                 self.learning.find_zeros(partial(setattr, health, "zero_at"))
+            elif FIRST_ZEROS <= health.samples < LAST_ZEROS:
+                self._find_lost(health, known.state)
         if not known.finite and (known.bad or not row.finite):
             self._add_bad_step(health, known)
         if not row.skipped:  # the weights may have been updated with gradients that were not read
@@ -431,6 +434,16 @@ class StepWatch:
             self.record.step(row)
             if known.sample is not None and row.step % self.record.sample_every(row.step) == 0:
                 self.record.layers(known.sample)
+
+    def _find_lost(self, health: GradientHealth, state: TrackedOptimizer) -> None:
+        """Ask where the gradient of the first dead parameter is lost."""
+        first = next(iter(health.dead), None)
+        for optimizer, other in self.tracker.optimizers.pairs() if first and first not in health.lost_at else ():
+            parameters = parameters_of(optimizer)
+            if other is state and len(state.names) == len(parameters) and first in state.names:
+                self.skipper.follow_next_steps()
+                lost_at = partial(health.lost_at.setdefault, first)
+                self.learning.find_lost(parameters[state.names.index(first)], lost_at)
 
     def _zeroed_at(self, index: int) -> CallSite | None:
         """Return the line that fills weights of an optimizer with zeros, if it has several, and all are zero."""

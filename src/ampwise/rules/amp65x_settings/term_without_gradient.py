@@ -33,8 +33,8 @@ def check_learning(facts: Learning) -> Findings:
         if calls.times >= TIMES:
             yield RULE.at(
                 site.place.but(step=calls.step),
-                "`autograd.grad` without `create_graph=True` gives gradients without a graph: a penalty on them is a "
-                "constant, and trains nothing",
+                "`autograd.grad` without `create_graph=True` gives gradients without a graph: a term of the loss that "
+                "is computed from them, such as a penalty, is a constant, and trains nothing",
                 fix="Pass `create_graph=True`.",
                 evidence={"times": calls.times},
             )

@@ -32,16 +32,22 @@ NAMED = 8
 
 
 def check_gradients(health: GradientHealth) -> Findings:
-    dead = [name for name, values in health.values.items() if values and values == health.zeros[name]]
-    alive = [name for name, values in health.values.items() if values > health.zeros[name]]
-    # In a bias alone the gradients cancel: before a normalisation, or in the difference of two outputs.
-    dead = [name for name in dead if not name.endswith("bias") or f"{name.removesuffix('bias')}weight" not in alive]
-    if health.samples < SAMPLES or not dead or not alive:
+    dead = health.dead
+    if health.samples < SAMPLES or not dead:
         return
+    place, step = Place(parameter=dead[0]), health.recent[-1].last
     others = f" (and {len(dead) - 1} more parameters)" if len(dead) > 1 else ""
     flushed = ", or it underflows in FP16" if health.precision == "fp16" else ""
+    subject, why, fix = "this gradient", f"the layer learns nothing{flushed}", None
+    if (lost := health.lost_at.get(dead[0])) is not None:
+        place, subject = lost.site.place, f"the gradient of `{dead[0]}`"
+        why = f"the backward pass of this operation makes it zero{flushed}"
+        if lost.cancels:
+            why = "two values are subtracted that are computed in the same way from the same weights: gradients cancel"
+            fix = "Compute one of the two without gradients, before the weights are updated."
     yield RULE.at(
-        Place(parameter=dead[0], step=health.recent[-1].last),
-        f"this gradient is zero in all {health.samples} samples{others}: the layer learns nothing{flushed}",
+        place.but(step=step),
+        f"{subject} is zero in all {health.samples} samples{others}: {why}",
+        fix=fix,
         evidence={"samples": health.samples, "parameters": len(dead), "of": len(health.values), "names": dead[:NAMED]},
     )
