@@ -36,7 +36,7 @@ RULE = Rule(
     code="AMP312",
     name="ineffective-autocast",
     severity=Severity.WARNING,
-    summary="Autocast has no effect: it is never entered, has no forward inside, is always disabled, or is missing.",
+    summary="Autocast has no effect: it is missing, never entered, always disabled, or has no forward inside.",
     why=(
         "Autocast chooses the dtype of operations that run inside it, and the backward follows the forward. If it is "
         "created but not entered, or only wraps the loss, `backward()` or `step()`, no matmul runs in half: losses "

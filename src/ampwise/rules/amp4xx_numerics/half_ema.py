@@ -20,7 +20,7 @@ RULE = Rule(
     code="AMP408",
     name="half-ema",
     severity=Severity.WARNING,
-    summary="A moving average of the weights, or a running sum, is kept in half precision.",
+    summary="A moving average of the weights, or a sum, is kept in half precision.",
     why=(
         "An update with decay 0.999 moves an average by a thousandth of its distance to the weight. BF16 drops a "
         "change below 0.2 % of a value, FP16 one below 0.02 %: in BF16 an average moves only where the weight is more "
