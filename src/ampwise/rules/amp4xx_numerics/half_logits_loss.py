@@ -40,7 +40,7 @@ RULE = Rule(
         "with `param_dtype` in 16 bits the model's output has 16 bits, unless `output_dtype` says otherwise, and no "
         "loss is run in FP32."
     ),
-    fix="Compute the loss inside the autocast block, or on `.float()` scores; with `fully_shard`: `output_dtype`.",
+    fix="Compute the loss under autocast, or on `.float()` scores; with `fully_shard`: `output_dtype`.",
     bad='with torch.autocast("cuda"):\n    scores = model(x)\nloss = F.cross_entropy(scores, y)',
     good='with torch.autocast("cuda"):\n    scores = model(x)\n    loss = F.cross_entropy(scores, y)',
 )
