@@ -393,7 +393,7 @@ def _generator_outside(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
 def _without_autocast(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
     """Yield scalers of training steps where neither this file nor one that it imports has anything in half.
 
-    A model that is told, by ``args.mixed_precision`` or ``model(x, use_amp=True)``, may autocast by itself.
+    A model that gets the option, by ``args.mixed_precision`` or ``model(x, use_amp=True)``, may autocast by itself.
     """
     asked = (TOLD.search(word.arg or "") for call in code.nodes(ast.Call) for word in call.keywords)
     if code.uses_framework or HALF.search(code.script.text) or any(asked):
