@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.accelerators import FP16_BY_NAME
 from ampwise.check.source.cases import Limit, choices_of, conditions_at, denies, joined
 from ampwise.check.source.defaults import last_word
 from ampwise.check.source.events import EventKind
@@ -57,7 +58,6 @@ NEEDS = (
     (".backward(", "LightningModule"),
 )
 
-FP16_BY_NAME = LazyPattern(r"""["']fp16["']""")
 ABOUT_DTYPE = LazyPattern(r"dtype|precision|float|bf16", re.IGNORECASE)
 
 
