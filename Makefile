@@ -80,7 +80,7 @@ peers: $(STAMP) ## run the conformance cases with other software and record the 
 
 bench: $(STAMP) ## run one benchmark: make bench NAME=census
 	@test -f benchmarks/$(NAME).py -o -f benchmarks/$(NAME)/__main__.py || { echo "make: no benchmark '$(NAME)'; there are: $$(cd benchmarks && { grep -l __main__ *.py | sed 's/\.py//'; ls */__main__.py | xargs -n1 dirname; } | xargs)" >&2; exit 1; }
-	@$(BIN)/python -m benchmarks.$(NAME)
+	@$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
 
 gpu-test: ## the tests that need CUDA, in the Python you have (torch, triton, pytest, hypothesis; no .venv), in parallel with pytest-xdist
 	@started=; nvidia-cuda-mps-control -d 2>/dev/null && started=yes; \
@@ -90,7 +90,7 @@ gpu-test: ## the tests that need CUDA, in the Python you have (torch, triton, py
 	test -z "$$started" || echo quit | nvidia-cuda-mps-control; exit $$code
 
 gpu-bench: ## the benchmarks on a GPU, in the Python you have
-	@PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.$(NAME)
+	@PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.$(NAME) $(ARGS)
 
 release: $(STAMP) ## build wheel and sdist in build/dist, install and test them
 	@rm -rf build/dist && mkdir -p build/dist

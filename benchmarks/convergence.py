@@ -1,7 +1,8 @@
 """A small GPT trained on a real text in each precision: the final loss relative to FP32.
 
-The text is Milton's "Paradise Lost" (1667), by letters; the last tenth is held back. Every run starts from the same
-weights and sees the same batches in the same order, so only rounding differs. FP32 with a second seed of
+The text is Milton's "Paradise Lost" (1667), by letters, which is read 17 times; the last tenth is held back. With
+``--text python`` it is that of ``benchmarks.equal_loss``, which is too long to learn by heart. Every run starts from
+the same weights and sees the same batches in the same order, so only rounding differs. FP32 with a second seed of
 batches shows the effect of another order alone.
 """
 
@@ -11,8 +12,8 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from ampwise.errors import AmpwiseError
 from ampwise.train.engine import Engine
 from ampwise.train.float8.recipe import Fp8
+from benchmarks import equal_loss
 from benchmarks.gpt import GPT, Shape
 from benchmarks.harness import Result, note
 
@@ -35,10 +37,12 @@ LAST = STEPS // 10  # whose mean is the final loss
 VALIDATION = 40  # batches
 LR, WARM_UP, CLIP = 1e-3, STEPS // 20, 1.0
 WITHIN = 0.01
+MILTON, PYTHON = "milton", "python"
+CALLED = {MILTON: "a real text", PYTHON: "a text too long to learn by heart"}
 POINTS = 20  # of a curve
 FP8 = ("current", "delayed", "block", "tensorwise", "rowwise", "rowwise+hp-weight-grad")
 MX = ("emulate:mxfp8", "emulate:mxfp8,up", "emulate:mxfp6", "emulate:mxfp4", "emulate:mxfp4,up")
-NVFP4 = ("", ",four-over-six", ",nearest", ",plain", ",plain,stochastic")
+NVFP4 = ("", ",four-over-six", ",eden", ",nearest", ",plain", ",plain,stochastic")
 EMULATED = (*MX, *(f"emulate:nvfp4{options}" for options in NVFP4))
 PLAIN = ("fp32", "fp32 again", "bf16", "fp16", "bf16-pure")
 WITHOUT_GRAPHS = ("fp8", "bf16-pure")
@@ -59,15 +63,29 @@ class Run:
     curve: list[float]  # means along the way
 
 
-class Text:
-    """Letters as numbers, in batches."""
+def paradise_lost() -> tuple[Tensor, Tensor]:
+    """Letters as numbers, to train on and held back."""
+    letters = TEXT.read_text(encoding="ascii")
+    numbers = {letter: number for number, letter in enumerate(sorted(set(letters)))}
+    everything = torch.tensor([numbers[letter] for letter in letters], device=DEVICE)
+    held_back = int(len(everything) * HELD_BACK)
+    return everything[:-held_back], everything[-held_back:]
 
-    def __init__(self, shape: Shape) -> None:
-        letters = TEXT.read_text(encoding="ascii")
-        numbers = {letter: number for number, letter in enumerate(sorted(set(letters)))}
-        everything = torch.tensor([numbers[letter] for letter in letters], device=DEVICE)
-        held_back = int(len(everything) * HELD_BACK)
-        self._train, self._held_back = everything[:-held_back], everything[-held_back:]
+
+def python() -> tuple[Tensor, Tensor]:
+    """Bytes of Python sources."""
+    text = equal_loss.text()
+    return text.train, text.held
+
+
+TEXTS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {MILTON: paradise_lost, PYTHON: python}
+
+
+class Text:
+    """Batches of letters."""
+
+    def __init__(self, name: str, shape: Shape) -> None:
+        self._train, self._held_back = TEXTS[name]()
         self._shape = shape
 
     def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -82,15 +100,15 @@ class Text:
     def _batch(self, letters: Tensor, numbers: torch.Generator) -> tuple[Tensor, Tensor]:
         length = self._shape.length
         starts = torch.randint(len(letters) - length - 1, (self._shape.batch, 1), generator=numbers)
-        taken = letters[(starts + torch.arange(length + 1)).to(DEVICE)]
+        taken = letters[(starts + torch.arange(length + 1)).to(DEVICE)].long()
         return taken[:, :-1].contiguous(), taken[:, 1:].contiguous()
 
 
-def trained(way: str) -> Run:
+def trained(way: str, name: str = MILTON) -> Run:
     """One run."""
-    shape = SHAPE if ON_GPU else ON_CPU
+    shape = shape_for(name)
     torch.manual_seed(0)
-    model, text = GPT(shape).to(DEVICE), Text(shape)
+    model, text = GPT(shape).to(DEVICE), Text(name, shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=ON_GPU)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_then_cosine)
     engine = _engine(way, model, optimizer, scheduler)
@@ -111,6 +129,11 @@ def trained(way: str) -> Run:
         seconds=time.perf_counter() - began,
         curve=[statistics.fmean(values[start : start + every]) for start in range(0, STEPS, every)],
     )
+
+
+def shape_for(name: str) -> Shape:
+    shape = SHAPE if ON_GPU else ON_CPU
+    return shape if name == MILTON else replace(shape, vocabulary=equal_loss.BYTES)
 
 
 def _engine(way: str, model: GPT, optimizer: torch.optim.Optimizer, scheduler: object) -> Engine:
@@ -140,13 +163,13 @@ def _warm_up_then_cosine(step: int) -> float:
     return 0.1 + 0.45 * (1 + torch.cos(torch.tensor(torch.pi * done)).item())
 
 
-def table(runs: Sequence[Run]) -> Result:
+def table(runs: Sequence[Run], name: str = MILTON) -> Result:
     """All of them against FP32."""
-    shape, by_way = SHAPE if ON_GPU else ON_CPU, {run.way: run for run in runs}
+    shape, by_way = shape_for(name), {run.way: run for run in runs}
     wide = by_way["fp32"]
     result = Result(
-        name=f"convergence_{'gpu' if ON_GPU else 'cpu'}",
-        title="How a small GPT trains on a real text in each precision",
+        name="_".join(["convergence", *([name] if name != MILTON else []), "gpu" if ON_GPU else "cpu"]),
+        title=f"How a small GPT trains on {CALLED[name]} in each precision",
         claim=f"The final loss is within {WITHIN:.0%} of FP32's, or the table says that it is not.",
         columns=["precision", "final loss", "against FP32", "within 1%", "held-back loss", "against FP32 ", "skipped"],
     )
@@ -160,10 +183,12 @@ def table(runs: Sequence[Run]) -> Result:
     result.notes += [
         f"{shape.name}: {shape.layers} layers, width {shape.width}, {shape.batch}×{shape.length} letters a step, "
         f"{STEPS} steps, AdamW, warm-up and cosine, clipped to {CLIP}. The final loss is the mean of the last {LAST}.",
+        *([f"Text: {equal_loss.text().facts}."] if name == PYTHON else []),
         f"Same weights, same batches in the same order; {OTHER_ORDER!r} has another order: that much is chance.",
         "fp8: every linear layer of the blocks, the smallest too, though none of them gains time at this size.",
         "emulate:nvfp4: the published recipe, which leaves about a sixth of the blocks, the head and the matmuls of "
-        "attention in BF16; 'nearest' rounds its gradients to nearest. 'plain' rounds every matmul, one as the other.",
+        "attention in BF16; 'nearest' rounds its gradients to nearest, 'eden' by MS-EDEN. 'plain' rounds every "
+        "matmul, one as the other.",
     ]
     return result
 
@@ -171,12 +196,13 @@ def table(runs: Sequence[Run]) -> Result:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--way", choices=WAYS, action="append", help="only these (default: all)")
+    parser.add_argument("--text", choices=TEXTS, default=MILTON)
     parser.add_argument("--keep", type=Path, help="a folder for the runs, which may be made by several processes")
     given = parser.parse_args(arguments)
     runs = []
     for way in given.way or WAYS:
         try:
-            runs.append(trained(way))
+            runs.append(trained(way, given.text))
         except AmpwiseError as error:
             note(f"{way}: {error}")
             continue
@@ -185,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.keep is not None:
         runs = [Run(**json.loads(file.read_text())) for file in sorted(given.keep.glob("run_*.json"))]
     if any(run.way == "fp32" for run in runs):
-        table(runs).publish()
+        table(runs, given.text).publish()
 
 
 def _keep(folder: Path, run: Run) -> None:

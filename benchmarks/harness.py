@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -60,7 +61,8 @@ class Result:
         target = "gpu-bench" if torch.cuda.is_available() else "bench"
         package, _, module = getattr(sys.modules["__main__"].__spec__, "name", "").partition(".")
         name = module.removesuffix(".__main__") if package == "benchmarks" else self.name.split("_")[0]
-        return f"make {target} NAME={name}"
+        given = shlex.join(Path(each).name if each.startswith("/") else each for each in sys.argv[1:])
+        return f"make {target} NAME={name}" + (f" ARGS={shlex.quote(given)}" if given else "")
 
 
 def gpu_ms(work: Callable[[], object], repeats: int = 30, per_graph: int = 5) -> float:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from ampwise.finding.log import log
 from ampwise.numbers.emulation.eager_mode import run_eagerly
+from ampwise.numbers.emulation.eden import eden_operands
 from ampwise.numbers.emulation.node_recipes import NodeRecipes, checkpoint_depth, in_backward
 from ampwise.numbers.emulation.recipe import BF16, EmulationRecipe, hadamard
 
@@ -304,6 +305,9 @@ def _matmul(
     dims = (-1, -1 if b.ndim == 1 else -2)
     of_weight = recipe.pretraining and any(are_gradients) and not any(are_weights)  # a weight's gradient
     given = [_wide(each) for each in args]
+    if recipe.eden and any(are_gradients):
+        given[first], given[second] = eden_operands((a, b), dims, recipe, are_gradients)
+        return func(*given, **kwargs).to(a.dtype)
     for place, operand, dim, is_gradient, is_weight in zip(
         (first, second), (a, b), dims, are_gradients, are_weights, strict=True
     ):

@@ -12,8 +12,8 @@ from ampwise.numbers.formats import BlockFormat, Format, find_format
 from ampwise.numbers.formats.cast import Rounding, cast, kernels_for
 
 # Options, after the formats.
-NEAREST, STOCHASTIC, UP, PLAIN, FOUR_OVER_SIX = "nearest", "stochastic", "up", "plain", "four-over-six"
-OPTIONS = frozenset({NEAREST, STOCHASTIC, UP, PLAIN, FOUR_OVER_SIX})
+NEAREST, STOCHASTIC, UP, PLAIN, FOUR_OVER_SIX, EDEN = "nearest", "stochastic", "up", "plain", "four-over-six", "eden"
+OPTIONS = frozenset({NEAREST, STOCHASTIC, UP, PLAIN, FOUR_OVER_SIX, EDEN})
 # Formats of up to this many bits need a scale for each tensor.
 SCALED_UP_TO_BITS = 8
 # Formats of gradients where the format itself has too little range for them, as in NVIDIA's hybrid recipe.
@@ -21,8 +21,7 @@ FOR_GRADIENTS = {"e4m3fn": "e5m2", "e4m3fnuz": "e5m2fnuz"}
 # Formats in which models train by a published recipe: see ``EmulationRecipe.pretraining``.
 WITH_PRETRAINING = frozenset({"nvfp4"})
 SIDE = 16  # of a weight's square blocks, and of the Hadamard matrix
-# The signs of its rows, drawn once, as bits; and whether a number of four bits has an odd count of ones.
-SIGNS, PARITY = 0x9D1B, 0x6996
+SIGNS = 0x9D1B  # of its rows, drawn once, as bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +35,9 @@ class EmulationRecipe:
     matmuls of weights are narrow, and all others in BF16, as are those of ``kept_layers``. A weight has a scale for
     each 16×16 values, so that it is the same in the forward pass and for the input's gradient. Both operands of the
     weight's gradient are multiplied by a random Hadamard matrix first. Gradients are rounded stochastically.
+
+    ``eden``: the pretraining recipe with the rounding of ``ampwise.numbers.emulation.eden``. Weights are in blocks of
+    16, as activations.
     """
 
     name: str
@@ -44,11 +46,13 @@ class EmulationRecipe:
     scaled: bool
     rounding: Rounding = "nearest"  # of gradients; all other operands are rounded to nearest
     pretraining: bool = False
+    eden: bool = False
 
     def of(self, tensor: Tensor, dim: int, *, is_gradient: bool, is_weight: bool = False) -> Tensor:
         """Return a rounded operand; ``dim`` is the dimension that the matmul sums over."""
         fmt = self.backward if is_gradient else self.forward
-        if self.pretraining and is_weight and not is_gradient and tensor.dim() > 1 and isinstance(fmt, BlockFormat):
+        in_squares = self.pretraining and not self.eden and is_weight and not is_gradient and tensor.dim() > 1
+        if in_squares and isinstance(fmt, BlockFormat):
             return round_in_squares(tensor, fmt)
         scaled = self.scaled and _is_narrow(fmt)
         return round_operand(tensor, fmt, dim, scaled=scaled, rounding=self.rounding if is_gradient else "nearest")
@@ -62,7 +66,7 @@ class EmulationRecipe:
         words = [PLAIN] * (could and not self.pretraining)
         if self.rounding != (STOCHASTIC if self.pretraining else NEAREST):
             words.append(self.rounding)
-        words += [UP] * self.scales_up + [FOUR_OVER_SIX] * self.four_over_six
+        words += [UP] * self.scales_up + [EDEN if self.eden else FOUR_OVER_SIX] * self.four_over_six
         return ",".join([formats, *words])
 
     @property
@@ -120,7 +124,8 @@ def parse_recipe(text: str) -> EmulationRecipe:
 
     NVFP4 for both is the pretraining recipe. Options: ``plain``, without it; ``stochastic`` and ``nearest``, rounding
     of gradients; ``up``, scales of MX formats rounded up, so that the largest value of a block does not saturate;
-    ``four-over-six``, NVFP4's largest value of a block as a 4 or a 6.
+    ``four-over-six``, NVFP4's largest value of a block as a 4 or a 6; ``eden``, that in the forward pass of the
+    pretraining recipe, and MS-EDEN in the backward pass.
 
     >>> parse_recipe("e4m3/e5m2") == recipe_for_format("e4m3")
     True
@@ -133,13 +138,13 @@ def parse_recipe(text: str) -> EmulationRecipe:
     forward, slash, backward = (part.strip() for part in formats.partition("/"))
     if (
         not OPTIONS.issuperset(words)
-        or {NEAREST, STOCHASTIC}.issubset(words)
+        or len({NEAREST, STOCHASTIC, EDEN}.intersection(words)) > 1
         or not forward
         or (slash and not backward)
     ):
         raise BadInput(
-            f"emulate:{text}: expected FORMAT[/FORMAT OF GRADIENTS][,stochastic][,up][,plain][,four-over-six], such as "
-            "emulate:mxfp8, emulate:e4m3/e5m2, emulate:nvfp4 or emulate:mxfp8,up. `ampwise formats` lists formats."
+            f"emulate:{text}: expected FORMAT[/FORMAT OF GRADIENTS][,stochastic][,up][,plain][,four-over-six][,eden], "
+            "such as emulate:mxfp8, emulate:e4m3/e5m2 or emulate:mxfp8,up. `ampwise formats` lists formats."
         )
     recipe = recipe_for_format(forward, backward or None)
     pretraining = recipe.forward == recipe.backward and recipe.forward.name in WITH_PRETRAINING
@@ -150,7 +155,10 @@ def parse_recipe(text: str) -> EmulationRecipe:
     pretraining = pretraining and PLAIN not in words
     is_stochastic = STOCHASTIC in words or (pretraining and NEAREST not in words)
     recipe = replace(recipe, rounding="stochastic" if is_stochastic else "nearest", pretraining=pretraining)
-    if FOUR_OVER_SIX in words:
+    if EDEN in words and not pretraining:
+        raise BadInput(f"emulate:{text}: eden needs the pretraining recipe, as in emulate:nvfp4,eden.")
+    recipe = replace(recipe, eden=EDEN in words)
+    if recipe.eden or FOUR_OVER_SIX in words:
         recipe = _with_four_over_six(recipe, f"emulate:{text}")
     return recipe_with_scales_rounded_up(recipe, f"emulate:{text}") if UP in words else recipe
 
@@ -215,23 +223,27 @@ def round_in_squares(tensor: Tensor, fmt: BlockFormat) -> Tensor:
     return square[..., :rows, :columns]
 
 
-def hadamard(tensor: Tensor, dim: int) -> Tensor:
+def hadamard(tensor: Tensor, dim: int, signs: Tensor | None = None) -> Tensor:
     """Multiply each 16 values along a dimension by a Hadamard matrix with random signs, which is orthogonal.
 
     Outliers are spread over the 16. If both operands of a matmul are transformed along the dimension that it sums over,
     the product stays the same. The dimension is padded with zeros. The signs are the same everywhere and always, as in
-    the paper.
+    the paper, unless given: then as many values as signs are transformed together, a power of two.
 
     >>> x = torch.eye(16)
     >>> torch.allclose(hadamard(x, -1) @ hadamard(x, -1).T, x, atol=1e-6)
     True
     """
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-    along = wide.movedim(dim, -1)
-    blocks = torch.nn.functional.pad(along, (0, -along.shape[-1] % SIDE)).unflatten(-1, (-1, SIDE))
     # Computed, as a CUDA graph could not capture a copy from the host.
-    number = torch.arange(SIDE, device=tensor.device)
-    signs = 1 - 2 * ((SIGNS >> number) & 1)
-    matrix = (1 - 2 * ((PARITY >> (number[:, None] & number)) & 1)) * signs[:, None] / SIDE**0.5
+    number = torch.arange(SIDE if signs is None else len(signs), device=tensor.device)
+    if signs is None:
+        signs = 1 - 2 * ((SIGNS >> number) & 1)
+    along = wide.movedim(dim, -1)
+    blocks = torch.nn.functional.pad(along, (0, -along.shape[-1] % len(number))).unflatten(-1, (-1, len(number)))
+    odd = number[:, None] & number  # of both places' bits; folded until the lowest is whether they are odd
+    for shift in (8, 4, 2, 1):
+        odd = odd ^ (odd >> shift)
+    matrix = (1 - 2 * (odd & 1)) * signs[:, None] / len(number) ** 0.5
     spread: Tensor = (blocks @ matrix.to(wide.dtype)).flatten(-2).movedim(-1, dim)
     return spread
