@@ -482,6 +482,27 @@ def test_a_loss_that_stays_bad_ends_in_a_collapse(trace):
         train(run, None)
 
 
+@for_each("options", [{}, {"clip_norm": 1.0}, {"clip_value": 1.0}, {"accumulate": 2}])
+@for_each("precision", ["fp32", "bf16", "fp16"])
+def test_a_loss_that_is_not_finite_skips_the_step_though_gradients_are_finite(precision, options):
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 1)
+    for optimizer in (torch.optim.AdamW(layer.parameters(), 0.1), torch.optim.SGD(layer.parameters(), 0.1)):
+        scaling = {"scaling": {"init_scale": 4.0}} if precision == "fp16" else {}
+        engine = Engine(layer, optimizer, precision, trace=False, **options, **scaling)
+        x, was = torch.rand(4, 3), copy.deepcopy(layer.state_dict())
+        for bad in (-1.0, 0.0):  # NaN, and an infinity, whose derivative is masked
+            for sign in (bad, 1.0) if "accumulate" in options else (bad,):
+                step = engine.step(lambda x, sign=sign: (layer(x) * 0 + 1).mean() + torch.tensor(sign).log(), x)
+            assert step.skipped
+            assert not math.isfinite(step.loss)
+        assert same(layer.state_dict(), was)
+        for _ in range(options.get("accumulate", 1)):
+            step = engine.step(lambda x: layer(x).square().mean(), x)
+        assert step.applied
+        assert not same(layer.state_dict(), was)
+
+
 def test_a_skip_that_no_scale_would_have_helped_is_undone_when_the_replay_says_so():
     run = training("fp16", scaling={"init_scale": 64.0, "growth_interval": 5})
     bad, y = data(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import weakref
@@ -904,15 +905,16 @@ class Engine:
             for hook in self._hooks.before_update:
                 hook(self._closed_steps + 1, self._accumulator.loss)
             divisor = self._accumulator.correction()
-            self._check_and_clip(stepping, divisor)
+            # On several ranks the losses differ, and all ranks must decide alike.
+            alone = not self._ranks.distributed or self._ranks.alone
+            self._check_and_clip(stepping, divisor, skip_bad_loss=alone)
             self._in_optimizer_step = True
             plain = type(self._plugin) is PrecisionPlugin  # autocast is all that the precision needs
             for optimizer in stepping:
                 with NO_CONTEXT if plain else self._plugin.step_context(optimizer):
                     self.scaler.step(optimizer)  # noqa: AMP110 (each optimizer once)
                 result = result or self.scaler.result_of(optimizer)  # either all skip or none
-            # On several ranks the losses differ, and so would the scales; there the explainer undoes the backoff later.
-            alone = not self._ranks.distributed or self._ranks.alone
+            # On several ranks the explainer undoes the backoff later.
             self.scaler.update(loss=self._accumulator.loss if alone else None)
             if self._backoffs:
                 self._undo_backoffs()
@@ -928,7 +930,7 @@ class Engine:
         assert result is not None
         return self._finish(result, stepping, lrs, divisor, extra)
 
-    def _check_and_clip(self, stepping: Sequence[Optimizer], divisor: Weight | None) -> None:
+    def _check_and_clip(self, stepping: Sequence[Optimizer], divisor: Weight | None, *, skip_bad_loss: bool) -> None:
         """Check all gradients together, as they are applied together or not at all; then clip them.
 
         On a CPU this calls ``clip_grad_norm_``, so that a plain PyTorch loop gives bit-identical weights. On other
@@ -940,17 +942,20 @@ class Engine:
                 self._accumulator.agreed = divisor = self._ranks.mean(divisor, self.device)
             on_device = device_scalar(divisor, self.device)
         loss = self._accumulator.loss
+        check = functools.partial(
+            self.scaler.check, stepping, divisor=on_device, loss=loss, skip_bad_loss=skip_bad_loss
+        )
         if self._clip_norm is not None and self._trained.on_cpu():
             parameters = self._trained.in_model_order()  # the order affects the last bit
-            self.scaler.check(stepping, divisor=on_device, loss=loss, unscale=True)
+            check(unscale=True)
             clip_grad_norm_(parameters, self._clip_norm)  # noqa: AMP101 (check() has unscaled the gradients)
         elif self._clip_value is not None:
-            self.scaler.check(stepping, divisor=on_device, loss=loss, unscale=True)
+            check(unscale=True)
             for optimizer in stepping:
                 clamp_(collect_gradients(optimizer).values, self._clip_value)
         else:
             limit = NO_CLIPPING if self._clip_norm is None else self._clip_norm
-            self.scaler.check(stepping, limit, divisor=on_device, loss=loss)
+            check(max_norm=limit)
 
     def undo_backoff(self, result: StepResult) -> None:
         """Undo the scale backoff of a step that no loss scale would have fixed; in an open window, at its end.

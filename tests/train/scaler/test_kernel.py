@@ -13,7 +13,7 @@ from ampwise import census
 from ampwise.numbers.census.kernel import CHUNK
 from ampwise.numbers.census.launch import launch_census
 from ampwise.train.scaler import kernel
-from ampwise.train.scaler.grad_stats import GpuStats, decide_step
+from ampwise.train.scaler.grad_stats import GpuStats, decide_step, decision_numbers
 from ampwise.train.scaler.kernel import (
     launch_check,
     launch_decision,
@@ -123,6 +123,18 @@ def test_squares_beyond_fp64_are_judged_as_defined():
     ):
         found, right = launch_decision(agreed, scale, max_norm), decide_step(agreed, scale, max_norm)
         assert torch.equal(found.numbers, right.numbers)
+
+
+@for_each("loss", [0.5, math.nan, math.inf, -math.inf])
+@for_each("scale", [None, 1000.0])
+def test_a_bad_loss_skips_a_step_of_finite_gradients_if_asked(scale, loss):
+    there, given = None if scale is None else torch.tensor(scale), torch.tensor(loss)
+    totals = launch_totals(counted(scale, ()), None).tolist()
+    for skips in (True, False):
+        _, found = launch_check(gradients(()), there, 1.0, given, skip_bad_loss=skips)
+        right = decision_numbers(totals, there, 1.0, skips=skips and not math.isfinite(loss))
+        torch.testing.assert_close(found.numbers[:5], torch.tensor(right), rtol=2e-7, atol=0)
+        torch.testing.assert_close(found.numbers[5], given, equal_nan=True)
 
 
 def test_an_empty_batch_has_norm_zero():

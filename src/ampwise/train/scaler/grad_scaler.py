@@ -58,7 +58,7 @@ from ampwise.train.scaler.step_result import AsyncScalars, StepCounts, StepResul
 __all__ = ["GradScaler"]
 
 NOT_PICKLED = (
-    "_entries", "_stepped", "_iteration_over", "_unchecked_steps", "_loss", "_divisor", "_last",
+    "_entries", "_stepped", "_iteration_over", "_unchecked_steps", "_loss", "_skip_bad_loss", "_divisor", "_last",
     "_posted", "_tally", "_unscaled_counts", "_warned", "_process_group",
 )  # fmt: skip
 MAX_DEVICES = 16  # a smaller integer is a GPU index, not a scale
@@ -168,6 +168,7 @@ class GradScaler(torch.amp.GradScaler):
         self._iteration_over = False  # the iteration is over; the next check belongs to a new one
         self._unchecked_steps = 0  # steps whose gradients were not checked
         self._loss: Tensor | None = None  # to be copied to the host with the numbers of this iteration
+        self._skip_bad_loss = False
         self._divisor: Tensor | None = None  # what to divide gradients by in this iteration, besides the scale
         self._forget()
 
@@ -291,16 +292,18 @@ class GradScaler(torch.amp.GradScaler):
         *,
         divisor: Tensor | None = None,
         loss: Tensor | None = None,
+        skip_bad_loss: bool = False,
         unscale: bool = False,
     ) -> None:
         """Check the gradients of these optimizers together before their steps: all of them are applied, or none.
 
         The first call of an iteration, and optional; the steps follow at once. max_norm: the steps clip, by the norm of
         all gradients. divisor: what to divide gradients by in addition to the scale, such as a number of tokens. loss:
-        copied to the host with the results of the steps. unscale: divide gradients in memory now, to change them before
+        copied to the host with the results of the steps. skip_bad_loss: skip them also if only the loss is not finite;
+        it must be the same on all ranks. unscale: divide gradients in memory now, to change them before
         the steps; else they must not change. No sync.
         """
-        self._loss, self._divisor = loss, divisor
+        self._loss, self._skip_bad_loss, self._divisor = loss, skip_bad_loss, divisor
         if not (self._enabled or self._guard or divisor is not None or max_norm != NO_CLIPPING or unscale):
             return
         entries, every = list(map(self._entry, optimizers)), list(map(collect_gradients, optimizers))
@@ -446,6 +449,7 @@ class GradScaler(torch.amp.GradScaler):
         for entry in self._entries.values():
             entry.reset()
         self._stepped, self._iteration_over, self._divisor, self._loss = [], True, None, None
+        self._skip_bad_loss = False
 
     def undo_backoff(self, result: StepResult) -> None:
         """Between iterations: undo the backoff of this step, and restore the growth tracker from before it.
@@ -637,8 +641,9 @@ class GradScaler(torch.amp.GradScaler):
         home = first_device([entry.optimizer() for entry in entries]) if scale is None else scale.device
         group = self._process_group
         all_checked = check_gradients(
-            every, scale, max_norm, home=home, process_group=group, unscale=unscale, loss=self._loss
-        )
+            every, scale, max_norm, home=home, process_group=group, unscale=unscale, loss=self._loss,
+            skip_bad_loss=self._skip_bad_loss,
+        )  # fmt: skip
         together = frozenset([entry.key for entry in entries])
         for entry, checked in zip(entries, all_checked, strict=True):
             entry.checked, entry.stats, checked.joint_with = checked, checked.stats, together

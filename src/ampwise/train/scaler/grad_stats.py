@@ -76,6 +76,7 @@ class DecisionRequest(NamedTuple):
 
     max_norm: float = NO_CLIPPING
     loss: Tensor | None = None  # to become the decision's last number
+    skip_bad_loss: bool = False  # also if only the loss is not finite
     to_host: bool = False  # also to pinned memory
 
 
@@ -196,8 +197,10 @@ class GpuStats:
         else:
             from ampwise.train.scaler.kernel import launch_check
 
-            max_norm, loss, to_host = request
-            self.counted, self.decision = launch_check(dense, scale, max_norm, loss, write=unscale, to_host=to_host)
+            max_norm, loss, skip_bad_loss, to_host = request
+            self.counted, self.decision = launch_check(
+                dense, scale, max_norm, loss, write=unscale, skip_bad_loss=skip_bad_loss, to_host=to_host
+            )
         if unscale:
             for value, copy in zip(values, dense, strict=True):
                 if copy.data_ptr() != value.data_ptr():  # not contiguous: the kernel worked on a copy
@@ -234,7 +237,8 @@ class HostStats:
             multiply_(values, inverse)
         self.decision: StepDecision | None = None
         if request is not None:
-            numbers = decision_numbers(self._plain_totals(), scale, request.max_norm)
+            skips = request.skip_bad_loss and request.loss is not None and not math.isfinite(request.loss.item())
+            numbers = decision_numbers(self._plain_totals(), scale, request.max_norm, skips=skips)
             self.decision = StepDecision(torch.tensor(numbers, dtype=torch.float32, device="cpu"))
 
     def _plain_totals(self, weights: tuple[float, ...] | None = None) -> list[float]:
@@ -358,15 +362,18 @@ def decide_step(totals: Tensor, scale: Tensor | None, max_norm: float = NO_CLIPP
 
 
 def decision_numbers(
-    totals: Sequence[float], scale: Tensor | None, max_norm: float
+    totals: Sequence[float], scale: Tensor | None, max_norm: float, *, skips: bool = False
 ) -> tuple[float, float, float, float, float]:
-    """Return norm, found_inf, divisor, grad_scale and applied. Syncs if the scale is on a device."""
+    """Return norm, found_inf, divisor, grad_scale and applied. Syncs if the scale is on a device.
+
+    skips: whether the step is skipped whatever the gradients are.
+    """
     squares, infinities, nans = totals
     factor = 1.0 if scale is None else float(scale.item())
     norm = math.sqrt(squares)
     divisor = 1.0 if max_norm == NO_CLIPPING else max((norm + CLIP_EPSILON) / max_norm, 1.0)
     # A divisor beyond FP32's range would turn every gradient into zero, so skip.
-    bad = bool(infinities or nans) or not math.isfinite(in_fp32(factor * divisor))
+    bad = skips or bool(infinities or nans) or not math.isfinite(in_fp32(factor * divisor))
     shown = math.nan if nans else math.inf if infinities else norm
     return (shown, 1.0, 1.0, factor, 0.0) if bad else (shown, 0.0, divisor, factor * divisor, 1.0)
 
@@ -400,26 +407,33 @@ def check_gradients(
     process_group: Any | None = None,
     unscale: bool = False,
     loss: Tensor | None = None,
+    skip_bad_loss: bool = False,
 ) -> list[CheckedGradients]:
     """Check the gradients of one or several optimizers together.
 
     With ``unscale`` the same read also unscales them in memory; else the step does. ``home`` is the device for the
-    small arithmetic. The ``loss`` becomes part of the decision if a kernel makes it.
+    small arithmetic. The ``loss`` becomes part of the decision's numbers if a kernel makes it. With ``skip_bad_loss``
+    a loss that is not finite skips the step, on this rank.
     """
     alone = len(several) == 1 and not several[0].shards and process_group is None
+    # What reads the gradients can look at such a loss, too.
+    beside = loss is not None and loss.device == home and (home.type == "cpu" or loss.dtype == torch.float32)
     if alone:
-        request = DecisionRequest(max_norm, loss, to_host=scale is None)
+        request = DecisionRequest(max_norm, loss, skip_bad_loss and beside, to_host=scale is None)
         stats = [read_gradients(several[0], scale, unscale=unscale, request=request)]
         decision = stats[0].parts[0].decision if len(stats[0].parts) == 1 else None
     else:
         stats = [read_gradients(gradients, scale, unscale=unscale) for gradients in several]
         decision = None
+    looked = decision is not None and decision.numbers.device == home and beside
     if decision is None or decision.numbers.device != home:
         totals = []
         for gradients, each in zip(several, stats, strict=True):
             reduction = make_reduction(len(gradients.values), gradients.shards, process_group)
             totals.append(reduction.reach(each.totals(home, reduction.weights)))
         decision = decide_step(totals[0] if len(totals) == 1 else torch.stack(totals).sum(0), scale, max_norm)
+    if skip_bad_loss and loss is not None and not looked:
+        decision = decision.or_found([~loss.isfinite()])
     scaled = scale is not None and not unscale
     return [
         CheckedGradients(gradients, each, decision, max_norm, scaled, alone)

@@ -73,8 +73,8 @@ def totals_kernel(
 
 
 @triton.jit
-def _decide(squares, infinities, nans, scale, max_norm, SCALED: tl.constexpr):
-    """Return the numbers of a StepDecision."""
+def _decide(squares, infinities, nans, spoiled, scale, max_norm, SCALED: tl.constexpr):
+    """Return the numbers of a StepDecision. spoiled: more than zero to skip the step whatever the gradients are."""
     norm = tl.sqrt(squares)
     one = tl.full((), 1.0, tl.float64)
     # Without clipping, the quotient of two infinities would be NaN.
@@ -83,7 +83,7 @@ def _decide(squares, infinities, nans, scale, max_norm, SCALED: tl.constexpr):
     if SCALED:
         plain = tl.load(scale).to(tl.float64)
     grad_scale = (plain * divisor).to(tl.float32)
-    bad = (infinities + nans > 0) | (grad_scale == float("inf")) | (grad_scale != grad_scale)
+    bad = (infinities + nans + spoiled > 0) | (grad_scale == float("inf")) | (grad_scale != grad_scale)
     shown = tl.where(nans > 0, float("nan"), tl.where(infinities > 0, float("inf"), norm)).to(tl.float32)
     divisor = tl.where(bad, one, divisor).to(tl.float32)
     grad_scale = tl.where(bad, plain.to(tl.float32), grad_scale)
@@ -106,11 +106,12 @@ def check_kernel(
     ROW: tl.constexpr, HAS_FP32: tl.constexpr, HAS_BF16: tl.constexpr, HAS_FP16: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, SLOW_BLOCK: tl.constexpr,
     SCALED: tl.constexpr, WRITE: tl.constexpr, PTX: tl.constexpr,
-    HAS_LOSS: tl.constexpr, TO_HOST: tl.constexpr, SUMS: tl.constexpr,
+    HAS_LOSS: tl.constexpr, SKIP_BAD_LOSS: tl.constexpr, TO_HOST: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Count gradients that no other rank has a part of; the last program to finish makes the decision.
 
-    It writes the decision to ``numbers``, and with TO_HOST also to ``host``, pinned memory.
+    It writes the decision to ``numbers``, and with TO_HOST also to ``host``, pinned memory. With SKIP_BAD_LOSS a loss
+    that is not finite skips the step.
     """
     count_program(
         addresses, sizes, kinds, first_chunks, owners, table, sums + cells, scale,
@@ -119,7 +120,12 @@ def check_kernel(
     tl.debug_barrier()  # all threads have written their counts before this program counts as finished
     if tl.atomic_add(table + cells + chunks, 1) == chunks - 1:
         squares, infinities, nans = _add_up(table, sums + cells, owners, sums, tensors, chunks, ROW, False, SUMS)
-        norm, found_inf, divisor, grad_scale, applied = _decide(squares, infinities, nans, scale, max_norm, SCALED)
+        spoiled = nans * 0
+        if SKIP_BAD_LOSS:
+            spoiled += tl.where(tl.abs(tl.load(loss)) < float("inf"), 0, 1)
+        norm, found_inf, divisor, grad_scale, applied = _decide(
+            squares, infinities, nans, spoiled, scale, max_norm, SCALED
+        )
         _store_decision(numbers, norm, found_inf, divisor, grad_scale, applied)
         if TO_HOST:
             _store_decision(host, norm, found_inf, divisor, grad_scale, applied)
@@ -134,7 +140,7 @@ def check_kernel(
 def decide_kernel(totals, scale, numbers, max_norm, SCALED: tl.constexpr):
     """Compute the decision from totals that are summed over ranks."""
     norm, found_inf, divisor, grad_scale, applied = _decide(
-        tl.load(totals), tl.load(totals + 1), tl.load(totals + 2), scale, max_norm, SCALED
+        tl.load(totals), tl.load(totals + 1), tl.load(totals + 2), 0, scale, max_norm, SCALED
     )
     _store_decision(numbers, norm, found_inf, divisor, grad_scale, applied)
 
@@ -227,12 +233,13 @@ def launch_check(
     loss: Tensor | None = None,
     *,
     write: bool = False,
+    skip_bad_loss: bool = False,
     to_host: bool = False,
 ) -> tuple[PendingCensus, StepDecision]:
     """Count gradients and decide on their step in one launch.
 
-    The loss is the decision's last number if it is FP32 on this device. With ``to_host`` the kernel writes the
-    decision to pinned memory, too.
+    The loss is the decision's last number if it is FP32 on this device; with ``skip_bad_loss``, one that is not finite
+    skips the step. With ``to_host`` the kernel writes the decision to pinned memory, too.
     """
     batch = TensorBatch(tensors)
     buffer, device, plan = new_buffer(batch), batch.device, batch.plan
@@ -248,7 +255,8 @@ def launch_check(
         check_kernel, plan.programs, device,
         *given, plan.cells, len(plan.chunks), plan.programs, float(max_norm), numbers if loss is None else loss,
         numbers, numbers if host is None else host,
-        **constants, HAS_LOSS=loss is not None, TO_HOST=host is not None, SUMS=BLOCK, num_warps=CENSUS_WARPS,
+        **constants, HAS_LOSS=loss is not None, SKIP_BAD_LOSS=skip_bad_loss and loss is not None,
+        TO_HOST=host is not None, SUMS=BLOCK, num_warps=CENSUS_WARPS,
     )  # fmt: skip
     if write:
         batch.write_back(tensors)
