@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", nargs="+", default=(), metavar="GLOB", help="modules that stay in FP32")
     parser.add_argument("--steps", type=int, default=60, help="%(default)s")
     options = parser.parse_args(argv)
+    torch.set_num_threads(1)  # matrices this small take longer with more
     reference = None
     for precision in options.precisions:
         ends = losses(precision, options.keep, options.steps)[-LAST:]

@@ -100,7 +100,7 @@ def test_weights_that_hardly_move_come_before_all_warnings():
 def test_torchs_warning_about_the_scheduler_is_explained_and_not_another_fault():
     step = SchedulerStep(scheduler="LinearLR", per_step=True, after_skip=True)
     first, later = (list(run_checks(replace(step, before_any_update=is_first))) for is_first in (True, False))
-    assert first[0].message == f"{later[0].message}; hence torch's warning"
+    assert first[0].message == f"{later[0].message}; torch warns of it"
 
 
 def test_rules_of_a_plugin_that_explain_each_other_end():

@@ -93,6 +93,7 @@ class _Walk:
     def __init__(self, configs: SettingsByFolder) -> None:
         self.found = FoundFiles()
         self.links_out: list[str] = []  # symlinks that were not followed
+        self._has_excluded = False  # whether the settings exclude something in the folder that was walked last
         self._configs = configs
         self._known: set[str] = set()  # real paths of files
         self._walked: set[tuple[int, int]] = set()  # device and inode of folders
@@ -108,11 +109,13 @@ class _Walk:
             self._add_file(os.path.normpath(path), os.path.realpath(path))
             return
         before = (len(self._known), len(self.found.unreadable))
+        self._has_excluded = False
         self._walk(os.path.normpath(path))
         if before == (len(self._known), len(self.found.unreadable)):
             folder = os.path.join(os.path.realpath(path), "")
             if not any(known.startswith(folder) for known in self._known):  # else found through another path
-                self.found.notes.append(f"{path}: no Python file or notebook in this folder")
+                more = " that is not excluded; name a file itself to check it" if self._has_excluded else ""
+                self.found.notes.append(f"{path}: no Python file or notebook in this folder{more}")
 
     def _cannot_read(self, path: str, error: OSError | ValueError) -> None:
         self.found.unreadable.append(UnreadableFile(path, os_error_reason(error)))
@@ -146,7 +149,9 @@ class _Walk:
                     continue
                 is_excluded_here = _exclusion(self._configs, folder)
                 with os.scandir(folder) as found:
-                    entries = sorted([e for e in found if not is_excluded_here(e.name)], key=lambda entry: entry.name)
+                    every = sorted(found, key=lambda entry: entry.name)
+                entries = [entry for entry in every if not is_excluded_here(entry.name)]
+                self._has_excluded |= len(entries) < len(every)
             except OSError as error:
                 self._cannot_read(folder, error)
                 continue

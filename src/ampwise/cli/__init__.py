@@ -236,7 +236,9 @@ class _CommandParser(argparse.ArgumentParser):
         names = [*self._option_string_actions, *(str(action.metavar) for action in self._get_positional_actions())]
         close = [INSTEAD[option]] if INSTEAD.get(option) in names else []
         if option.startswith("--") and option not in INSTEAD:
-            close = nearest(option, (name for name in names if name.startswith("--")))
+            close = [f"--{name}" for name in nearest(option[2:], (name[2:] for name in names if name.startswith("--")))]
+        if not close and "SCRIPT" in names:
+            self.error(f"unknown option {option!r}; options of the script come after the script")
         self.error(f"unknown option {option!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
 
 

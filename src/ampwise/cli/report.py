@@ -171,7 +171,7 @@ def _write_page(args: argparse.Namespace, record: Run, other: Run | None) -> Pat
 
 def _read(name: str, other: str | None) -> Run:
     """Read the record in a folder; the error for another kind of folder says what it seems to be."""
-    from ampwise.runs.layout import why_not_a_record
+    from ampwise.runs.layout import is_record, why_not_a_record
     from ampwise.runs.reader import Run
 
     if not name:
@@ -179,5 +179,6 @@ def _read(name: str, other: str | None) -> Run:
     try:
         return Run.read(Path(name), layers_of_others=False)
     except BadInput as error:
-        alone = "" if other is None else f"`ampwise report {other}` shows the other one."
+        is_alone = other is not None and is_record(Path(other))
+        alone = f"`ampwise report {other}` shows the other one." if is_alone else ""
         raise BadInput(" ".join(filter(None, [str(error), why_not_a_record(Path(name)), alone]))) from error

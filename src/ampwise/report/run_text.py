@@ -142,7 +142,8 @@ def _layers(run: Run, colour: bool, width: int) -> str:
     lines = text_table(headings, rows, colour=colour, width=width)
     about = wrap_text(f"{describe_layers(layers)}.", width, INDENT)
     rest = f"{INDENT}… and {len(layers) - MOST_LAYERS:,} more" if len(layers) > MOST_LAYERS else ""
-    fine = f"{INDENT}The other {len(every) - len(layers):,} look fine." if len(every) > len(layers) else ""
+    others = len(every) - len(layers)
+    fine = f"{INDENT}The other {f'{others:,} look' if others > 1 else 'one looks'} fine." if others > 0 else ""
     return "\n".join(filter(None, [_title(layers_title(layers), colour), about, *lines, rest, fine]))
 
 
@@ -182,9 +183,9 @@ def _next_commands(
         commands[f"ampwise replay {quoted(saved[0])} MAKE"] = how
     if steps_of(run) and kept:
         folder = quoted(str(run.folder))
-        commands[f"ampwise report {folder} -o page.html --open"] = "curves, layers and times, on one page"
         if not verbose:
-            where += f"; ampwise report {folder} -v prints more of it"
+            commands[f"ampwise report {folder} -v"] = "layers, times, and what was fine"
+        commands[f"ampwise report {folder} -o page.html --open"] = "the same with curves, as a page"
     longest = max(map(len, commands), default=0)
     lines = [f"{INDENT}{command:{longest}}{GAP}{paint(what, 'dim', colour)}" for command, what in commands.items()]
     return "\n".join([where, *lines])

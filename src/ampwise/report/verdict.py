@@ -150,7 +150,7 @@ def occurrence(counted: CountedFinding) -> str:
     if first is not None and last is not None and first != last:
         parts.append(f"steps {first:,} to {last:,}")
     elif first is not None:
-        parts.append(f"at step {first:,}" if last is not None or counted.count == 1 else f"first at step {first:,}")
+        parts.append(f"at step {first:,}" if counted.count == 1 else f"first at step {first:,}")
     if len(counted.ranks) > 1:
         named = ", ".join(str(rank) for rank in counted.ranks[:RANKS_NAMED])
         more = len(counted.ranks) - RANKS_NAMED

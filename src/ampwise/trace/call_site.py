@@ -134,7 +134,9 @@ def code_owner(file: str) -> str:
         return "passed"
     if any(part in ("site-packages", "dist-packages") for part in Path(file).parts):
         return "library"
-    return "passed" if file.startswith(f"{sysconfig.get_paths()['stdlib']}/") else "own"
+    # Installed programs, such as torchrun and ampwise itself, lie beside Python.
+    installed = (f"{sysconfig.get_paths()['stdlib']}/", f"{Path(sys.executable).parent}/")
+    return "passed" if file.startswith(installed) else "own"
 
 
 _KINDS: dict[CodeType, int] = {}

@@ -156,7 +156,8 @@ def _show_traceback(error: BaseException) -> None:
                 frames.append(trace)
             trace = trace.tb_next
         for each in reversed(frames):
-            trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+            line = each.tb_lineno or each.tb_frame.f_code.co_firstlineno  # None in code without lines of its own
+            trace = TracebackType(trace, each.tb_frame, each.tb_lasti, line)
         seen.__traceback__ = trace
         seen = seen.__cause__ or seen.__context__
     try:

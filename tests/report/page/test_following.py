@@ -74,7 +74,7 @@ def test_news_come_by_themselves(view, desk, make_run, make_steps):
     told(view, "120 steps")
     desk.tell(make_run({"steps": 150}, steps=make_steps(150), findings=[]))
     told(view, "150 steps")
-    assert view.title() == "No precision problems found · train.py"
+    assert view.title() == "No findings · train.py"
     assert view.locator("nav >> text=Findings").count() == 0
     assert view.inner_text("#range") == "steps 1 to 150"
     assert view.locator("article.card").count() == 0

@@ -422,7 +422,7 @@ def test_any_name_comes_out_as_text(name):
     [
         ({"findings": [], "steps": [], "layers": [], "manifest": {"facts": {}}}, "which took no step"),
         ({"manifest": {"status": "running", "finished": None}}, "or was killed"),
-        ({"findings": []}, "No precision problems found"),
+        ({"findings": []}, "No findings"),
         ({"findings": [], "manifest": {"status": "failed", "exit_code": 1}}, "The script failed (exit code 1)"),
         ({"manifest": {"command": "text", "created": None, "environment": 3}}, "1 error"),
         ({"facts": dict.fromkeys(NAMES, 7)}, "1 error"),

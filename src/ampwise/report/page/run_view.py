@@ -219,14 +219,12 @@ def _headline(run: Run, cards: Sequence[FindingCard]) -> tuple[str, list[str]]:
     if first is None or (run_mood(run) == Severity.ERROR and first.rule.severity is not Severity.ERROR):
         opened = opening(run)
         if run_mood(run) == "ok" and steps_of(run):
-            return "No precision problems found", [how] if how else []
+            return "No findings", [how] if how else []
         return opened[0].removesuffix("."), opened[1:]
     title = first.title
     if first.rule.names_the_cause:
-        at = "" if first.counted.first_step is None else f" at step {first.counted.first_step:,}"
-        kind = "NaN" if "NaN" in first.counted.finding.message else "Inf"
-        lower = f"{title[0].lower()}{title[1:]}" if title[1:2].islower() or title[1:2] == " " else title
-        title = f"{kind}{at}: {lower}"
+        at = "" if first.counted.first_step is None else f"Step {first.counted.first_step:,}: "
+        title = f"{at}{first.counted.finding.message}"
     unread = "" if run.findings_known else "There are more findings, which could not be read."
     return title, [text for text in (how, unread) if text]
 

@@ -341,5 +341,5 @@ def _guarded_by_scale(step: SourceEvent, moves: list[SourceEvent], trace: CodeTr
 
 def check_event(move: SchedulerStep) -> Findings:
     if move.after_skip and move.per_step:
-        warned = "; hence torch's warning" if move.before_any_update else ""
+        warned = "; torch warns of it" if move.before_any_update else ""
         yield RULE.at(move.site.place, f"`{move.scheduler}` advances after steps that the scaler skipped{warned}")

@@ -66,7 +66,7 @@ def check_source(code: SourceFile) -> Findings:
             f"{what} has the optimizer's state but not the scaler's",
             fix=fix
             if edits
-            else RULE.without_edit("it must fit what saves and what loads, not all of it plain here", fix),
+            else RULE.without_edit("the code that saves it and the code that loads it were not both found", fix),
             edits=edits,
             safe=False,  # a resumed run differs, as it should
         )

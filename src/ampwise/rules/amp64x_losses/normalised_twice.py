@@ -29,5 +29,5 @@ TIMES = 3
 def check_learning(facts: Learning) -> Findings:
     for site, calls in facts.normalised.items():
         if calls.times >= TIMES:
-            message = f"a {calls.what} is applied to what is normalised once more before it gets into the loss"
+            message = f"the output goes through a {calls.what}, and the loss normalises it once more"
             yield RULE.at((calls.at or site).place.but(step=calls.step), message, evidence={"times": calls.times})
