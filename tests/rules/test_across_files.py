@@ -440,9 +440,44 @@ def train(model, loader):
         loss_scaler(loss, optimizer)
         schedule.step()  # expect: AMP114
 """
+SHARDS_IN_A_HELPER = """
+import torch
+from sharding import wrapped
+
+class Trainer:
+    def __init__(self, model, loader, is_fsdp):
+        self.model = wrapped(model) if is_fsdp else model
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scaler = torch.amp.GradScaler("cuda"){expect}
+        self.loader = loader
+
+    def fit(self):
+        for x in self.loader:
+            self.optimizer.zero_grad()
+            with torch.autocast("cuda"):
+                loss = self.model(x).sum()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+"""
+WRAPS = """
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard
+
+def wrapped(model):
+    model = {wrap}(model)
+    return model
+"""
 
 
 CASES = {
+    "a model sharded by a helper": {
+        "sharding.py": WRAPS.format(wrap="FSDP"),
+        "train.py": SHARDS_IN_A_HELPER.format(expect="  # expect: AMP309"),
+    },
+    "a model sharded by a helper into DTensors": {
+        "sharding.py": WRAPS.format(wrap="fully_shard"),
+        "train.py": SHARDS_IN_A_HELPER.format(expect=""),
+    },
     "a base class saves": {"base.py": KEEPS.format(expect="  # expect: AMP204"), "learner.py": LEARNS},
     "a base class saves, the scaler elsewhere": {"base.py": KEEPS.format(expect=""), "learner.py": LEARNS_AND_KEEPS},
     "an FSDP model and a plain scaler in another file": {

@@ -14,7 +14,8 @@ from ampwise.check.source.frame import Frame
 from ampwise.check.source.guards import guards_of
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import arguments_given, code_of, dotted_text, last_name, method_called
-from ampwise.check.source.outline import ClassOutline, FileOutline
+from ampwise.check.source.outline import ClassOutline, FileOutline, FunctionOutline
+from ampwise.check.source.relevance import has_any
 from ampwise.check.source.torch_names import CLIPS, MODEL_NAME, OPTIMIZER, SCALER, SCHEDULER, role_of_name
 from ampwise.check.source.tree_walk import walk
 
@@ -257,7 +258,8 @@ class EventRecogniser:
             return [SourceEvent(EventKind.SCHEDULER_STEP, node, context, key=frame.key(receiver))], False
         if role == SCALER and _steps_as_torch_does(node, frame):
             return _of_scaler(EventKind.SCALER_STEP, node, context), False
-        if role is None or frame.callee(node) is not None:
+        target = frame.callee(node)
+        if role is None or (target is not None and not (role == OPTIMIZER and _applies_gradients(target[0]))):
             return None  # another kind of object, or a class whose code can be followed
         if role == SCALER:
             return _of_scaler(EventKind.SCALER_STEP, node, context), False
@@ -318,6 +320,11 @@ _SPECIAL = {
     "scale_loss": EventRecogniser.handled_elsewhere,
     **dict.fromkeys(IN_PLACE, EventRecogniser.in_place),
 }
+
+
+def _applies_gradients(step: FunctionOutline) -> bool:
+    """Whether a method is the whole update of an optimizer written by hand, not one around the step of another."""
+    return ".grad" in step.text and not has_any(step.text.lower(), (".step(", ".backward(", "scal"))
 
 
 def _step_of_called_scaler(node: ast.Call, context: EventContext) -> list[Node]:

@@ -118,6 +118,11 @@ def denies(conditions: Conditions, dtype: str) -> bool:
     return any(SPELLINGS.get(value.lower()) == dtype for value in without)
 
 
+def switched_on(given: Conditions) -> list[str]:
+    """Return the options that must be true."""
+    return [name for name, limit in given.items() if limit.among is None and limit.without >= FALSE]
+
+
 def combined(first: Iterable[Conditions], second: Iterable[Conditions]) -> list[Conditions]:
     """Return every way in which one of the first and one of the second hold together."""
     others = list(second)
@@ -456,6 +461,10 @@ def _cases_of_call(frame: Frame, node: ast.Call) -> Iterator[Case]:
     if isinstance(func, ast.Attribute) and func.attr == "get" and 1 <= len(args) <= 2:
         yield from _looked_up(frame, func.value, args[0], args[1] if len(args) == 2 else None, node)
         return
+    if isinstance(func, ast.Attribute) and func.attr == "is_enabled" and not args:
+        for case in cases_of(frame, func.value):
+            yield from _where(_enabled(case.value) or [Case(Option(code_of(node)), ALWAYS)], [case.given])
+        return
     target = frame.callee(node)
     if (
         target is not None
@@ -467,6 +476,17 @@ def _cases_of_call(frame: Frame, node: ast.Call) -> Iterator[Case]:
         yield from _returned(frame.enter(target[0], node, target[1]))
         return
     yield Case(Made(node, frame), ALWAYS)
+
+
+def _enabled(scaler: Value) -> list[Case]:
+    """Return what ``scaler.is_enabled()`` is; nothing if it is not a GradScaler that the script makes."""
+    if not isinstance(scaler, Made) or not isinstance(scaler.node, ast.Call):
+        return []
+    made, home = scaler.node, scaler.frame
+    if home.qualified(made.func) not in GRAD_SCALERS:
+        return []
+    asked = next((word.value for word in made.keywords if word.arg == "enabled"), ast.Constant(True))
+    return list(cases_of(home, asked))
 
 
 def results_of_closure(made: Made, call: ast.Call) -> list[tuple[ast.expr, Frame]]:
@@ -701,6 +721,10 @@ def _cases_of_own_attribute(frame: Frame, owner: ClassOutline, node: ast.Attribu
     bindings = [binding for binding in bindings if binding.function.owner is not None]
     bindings.sort(key=lambda binding: (binding.function.name != "__init__", _end(binding)))
     is_constant = len(bindings) == 1 and not fields
+    literals = [binding.value.value for binding in bindings if isinstance(binding.value, ast.Constant)]
+    others = {binding.function for binding in bindings if binding.function.name != "__init__"} - {frame.function}
+    if others and len(literals) == len(bindings) and set(literals) == {True, False}:
+        return [Case(Option(name), ALWAYS)]  # another method switches it, at any time: self.should_stop = True
     for binding in bindings:
         if binding.function is frame.function and _end(binding) >= node.lineno and len(bindings) > 1:
             continue

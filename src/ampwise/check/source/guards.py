@@ -43,6 +43,12 @@ def _find_guards(test: ast.expr, frame: Frame, depth: int) -> tuple[Guards, Guar
             return _find_guards(node.args[0], home, depth + 1)
         if isinstance(node, ast.Compare | ast.BoolOp | ast.UnaryOp):
             return _find_guards(node, home, depth + 1)
+        # last = (i + 1) % n == 0 or i + 1 == len(loader), whose values are those of its parts
+        bindings = frame.function.bindings.get(test.id, ()) if isinstance(test, ast.Name) else ()
+        whole = bindings[0].value if len(bindings) == 1 else None
+        boundary = _boundary(whole) if isinstance(whole, ast.BoolOp) else None
+        if boundary is not None:
+            return boundary
     text, positive = _normal(test, frame)
     literal_of = _compared_to_literal(test, text)
     holds: Guards = (BranchGuard(text, positive, test=test, frame=frame, literal_of=literal_of),)

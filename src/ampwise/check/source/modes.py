@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,10 +29,12 @@ from ampwise.check.source.cases import (
     conditions_at,
     joined,
     results_of_closure,
+    switched_on,
     truth_of,
 )
 from ampwise.check.source.events import EventContext, EventKind, SourceEvent
 from ampwise.check.source.frame import Frame
+from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import dotted_text
 from ampwise.check.source.precision import NO_CONTEXT, AutocastContext, argument_of
 from ampwise.check.source.project import SourceFile
@@ -45,6 +48,7 @@ MOST_MODES = 200  # of one file
 NO_AUTOCAST, UNKNOWN = "off", "unknown"
 ON, OFF, NONE, UNSEEN = "on", "off", "none", "unseen"  # a scaler
 DEFAULT_BF16 = ("cpu", "xla", "tpu")
+FP16_SWITCH = LazyPattern(r"fp16|(?<!b)float16|half", re.IGNORECASE)
 NOT_CUDA = (*DEFAULT_BF16, "mps", "meta")
 
 
@@ -183,6 +187,12 @@ def is_off_gpu(given: Conditions) -> bool:
             if named and all(value.partition(":")[0] in NOT_CUDA for value in named):
                 return True
     return False
+
+
+def asks_for_both(given: Conditions) -> bool:
+    """Whether both ``args.fp16`` and ``args.bf16`` are on, which nobody asks for."""
+    on = [name.rpartition(".")[2].lower() for name in switched_on(given)]
+    return any("bf16" in name or "bfloat16" in name for name in on) and any(map(FP16_SWITCH.search, on))
 
 
 def autocasts_in(context: EventContext) -> list[Autocast]:

@@ -25,9 +25,9 @@ from ampwise.check.source.relevance import (
     LOSSES,
     STEPS,
     STEPS_OR_EVALUATES,
-    STEPS_OR_SAVES,
     TAKES_PART,
     TRAINS,
+    WORTH_FOLLOWING,
     WORTH_READING,
     Words,
     has_any,
@@ -127,10 +127,10 @@ class Project:
     def is_worth_following(self, function: FunctionOutline, call: ast.Call, context: EventContext) -> bool:
         """Whether a function, or one that it calls, may do part of the step, a forward, or arithmetic under autocast.
 
-        In the caller's own file any part of training counts; in another file only what touches gradients, or saves.
+        In the caller's own file any part of training counts; in another only what touches gradients, saves, or shards.
         """
         caller = context.frame.outline
-        if self._says(function, TAKES_PART if function.outline is caller else STEPS_OR_SAVES):
+        if self._says(function, TAKES_PART if function.outline is caller else WORTH_FOLLOWING):
             return True
         if context.in_autocast and self._says(function, COMPUTES):
             return True

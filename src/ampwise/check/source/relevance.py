@@ -28,6 +28,9 @@ STEPS: Words = (
 )
 STEPS_OR_SAVES: Words = (*STEPS, "torch.save(")
 STEPS_OR_EVALUATES: Words = (*STEPS_OR_SAVES, ".eval()")
+# What wraps a model that then needs another scaler.
+SHARDS: Words = ("FSDP(", "FullyShardedDataParallel(")
+WORTH_FOLLOWING: Words = (*STEPS_OR_SAVES, *SHARDS)
 # Everything that belongs to training, stepping, saving, evaluating: worth following within the file.
 TAKES_PART: Words = (
     *STEPS,
@@ -52,7 +55,7 @@ LOSSES: Words = (
 )
 # What an imported file may have: a part of the step, a scheduler, a loss or a model of a training script, a save.
 WORTH_READING: Words = (
-    *(*STEPS_OR_EVALUATES, "def step(self", "Loss(", "_loss(", "loss_fn(", "loss = "),
+    *(*STEPS_OR_EVALUATES, *SHARDS, "def step(self", "Loss(", "_loss(", "loss_fn(", "loss = "),
     *("nn.Module)", "(Module)", "cross_entropy(", "float16", "bf16", "optim."),
 )
 IN_HALF: Words = ("autocast", "caler", "float16", ".half(")

@@ -248,7 +248,9 @@ def _is_guarded(move: SourceEvent, step: EventContext) -> bool:
             # Both are under it: with a finite norm the scaler does not skip, with a finite loss it may.
             if OF_GRADIENTS.search(re.sub(SCALER_ITSELF, "", guard_source(guard))) and _asks(guard, move, step):
                 return True
-        elif guard.boundary is not None or ONCE_PER_EPOCH.search(guard_source(guard)) or _asks(guard, move, step):
+            continue
+        is_rare = guard.holds and ONCE_PER_EPOCH.search(guard_source(guard))  # but not `if not self.once_per_epoch:`
+        if guard.boundary is not None or is_rare or _asks(guard, move, step):
             return True
     return False
 

@@ -73,7 +73,7 @@ FLASH_ATTENTION = {"flash_attention_2", "flash_attention_3"}
 
 
 def check_source(code: SourceFile) -> Findings:
-    if code.uses_framework:
+    if code.uses_framework and not code.is_accelerated_alone:
         return
     yield from _low_thresholds(code)
     if _asks_hardware(code) or _runs_on_newer_gpus_alone(code):
@@ -81,7 +81,9 @@ def check_source(code: SourceFile) -> Findings:
     steps = any(region.has("optimizer step", "scaler step", "opaque") for region in code.regions)
     if not steps and not any(event.kind == "opaque" and event.context.loops for event in code.events):
         return  # inference and tests may be written for a known GPU
-    for model in _models_trained(code) if "cuda" in code.script.text else ():
+    # Beside Accelerate, which refuses BF16 where there is none, only an autocast of the script's own counts.
+    has_weights = "cuda" in code.script.text and not code.uses_framework
+    for model in _models_trained(code) if has_weights else ():
         if model.context.frame.outline is code.outline and _is_default(model.given, code):
             place = code.script.place(_names_bf16(model.node))
             yield RULE.at(place, "this file does not check that the GPU has BF16, the dtype of these weights")
@@ -92,6 +94,8 @@ def check_source(code: SourceFile) -> Findings:
         autocast = site.context.autocast
         if autocast is None or autocast.frame.outline is not code.outline:
             continue  # another file's autocast, which is checked there
+        if site.context.no_grad and code.uses_framework:
+            continue
         region = (autocast.node, autocast.entered_in)
         if region not in judged:
             judged[region] = autocast.known and autocast.may_be_on and _may_be_bf16(autocast, code)
@@ -106,7 +110,7 @@ def check_source(code: SourceFile) -> Findings:
             place, "this file does not check that the GPU has BF16: before compute capability 8.0 it is emulated"
         )
         return
-    for node, given, _ in sharded_in(code, BF16) if "cuda" in code.script.text else ():
+    for node, given, _ in sharded_in(code, BF16) if has_weights else ():
         if _is_default(given, code) and not any(map(ABOUT_DTYPE.search, given)):  # else someone asks for it
             place = code.script.place(node)
             yield RULE.at(place, "this file does not check that the GPU has BF16, in which FSDP gathers these weights")

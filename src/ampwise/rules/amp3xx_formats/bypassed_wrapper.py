@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from ampwise.check.source.call_events import HARMLESS, MODULE_METHODS
 from ampwise.check.source.lazy_pattern import LazyPattern
@@ -50,32 +50,41 @@ SUMMONS = ("summon_full_params", "unshard")  # inside, FSDP's parameters are who
 AROUND_A_STEP = ("accumulate", "no_sync", "join_uneven_inputs")  # contexts of a wrapper that run no forward
 ASSIGNMENTS = ast.Assign | ast.AnnAssign | ast.AugAssign
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
+SAME_MODULE = frozenset(("to", "cuda", "train", "eval", "float", "requires_grad_"))  # methods that return their object
+
+
+class InnerName(NamedTuple):
+    """Another name of a module that was wrapped, the line since which it holds that, and the wrapper's name."""
+
+    name: str
+    since: int
+    outer: ast.expr
 
 
 def check_source(code: SourceFile) -> Findings:
     frames = {function: code.frame(function) for function in code.outline.functions}
     calls: dict[FunctionOutline, list[ast.Call]] = {}
     wrappers: set[str] = set()  # what this file wraps models in
-    renamed: dict[tuple[FunctionOutline, str | None], ast.Assign] = {}  # parallel = DistributedDataParallel(model)
+    renamed: dict[FunctionOutline, list[InnerName]] = {}
     for call in code.nodes(ast.Call):
         function = code.function_at(call)
         calls.setdefault(function, []).append(call)
         prepares = method_called(call) == "prepare" and "accelerat" in (dotted_text(call.func) or "")
         found = _wrapper_of(call.func, frames[function]) or (PREPARED if prepares else "")
         wrappers.add(found)
-        if found == DDP and call.args:
-            statement, inner = code.script.statement(call), dotted_text(call.args[0])
-            if inner is not None and isinstance(statement, ast.Assign) and dotted_text(statement.targets[0]) != inner:
-                renamed[function, inner] = statement
+        for one in _inner_names(call, function, code) if found in (DDP, PREPARED) else ():
+            renamed.setdefault(function, []).append(one)
+            is_shared = function.owner is not None and one.name.startswith(f"{function.self_name}.")
+            for home in function.owner.methods.values() if function.owner is not None and is_shared else ():
+                if home is not function:
+                    renamed.setdefault(home, []).append(one._replace(since=0))
     if DDP in wrappers and not OWN_AVERAGE.search(code.script.text):
         yield from _passed_to_training(code, calls)
     for function, own in calls.items():
         frame = frames[function]
         for call in own:
-            outer, method = _inner_call(call, frame)
-            if outer is None and (call.args or call.keywords) and (function, dotted_text(call.func)) in renamed:
-                statement = renamed[function, dotted_text(call.func)]
-                outer = statement.targets[0] if statement.lineno < call.lineno else None
+            held = {one.name: one.outer for one in renamed.get(function, ()) if one.since < call.lineno}
+            outer, method = _inner_call(call, frame, held)
             name = dotted_text(outer) if outer is not None else None
             if outer is None or name is None or _is_frozen(name, code):
                 continue
@@ -93,7 +102,8 @@ def check_source(code: SourceFile) -> Findings:
             elif kind in (DDP, PREPARED) and not _is_under(call, code, frame, NO_GRAD):
                 end = _line_of_backward(call, function, calls, code)
                 own_average = OWN_AVERAGE.search(code.script.text)
-                if end and not own_average and not _runs_wrapper(name, call, end, own, code, frame):
+                anywhere = outer in held.values()  # `parallel(x) if distributed else model(x)`
+                if end and not own_average and not _runs_wrapper(name, call, end, own, code, frame, anywhere):
                     what = f"calls the module inside `{name}`: past {kind}, gradients are not averaged over the ranks"
                     yield RULE.at(code.script.place(call), what)
 
@@ -175,23 +185,103 @@ def _wrapper_of(node: ast.expr, frame: Frame) -> str:
     return last if package in ("torch", "apex", "fairscale") and last in (DDP, FSDP) else ""
 
 
-def _inner_call(call: ast.Call, frame: Frame) -> tuple[ast.expr | None, str]:
-    """Return the wrapper whose inner module a call runs, and the method; None if it runs no inner module."""
+def _inner_names(wrap: ast.Call, function: FunctionOutline, code: SourceFile) -> Iterator[InnerName]:
+    """Yield the names by which a module can still be called past the wrapper that a call makes.
+
+    That is ``raw`` in ``raw = model``, ``model = DistributedDataParallel(torch.compile(model))``.
+    """
+    wrapping, above = code.script.statement(wrap), code.script.parents[wrap]
+    while isinstance(above, ast.IfExp | ast.Attribute) or _is_same_module(
+        above
+    ):  # but not `[wrap(each) for each in ...]`
+        above = code.script.parents[above]
+    if not isinstance(wrapping, ast.Assign) or above is not wrapping:
+        return
+    plain = [node for node in walk(function.node) if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
+    statements = sorted(plain, key=lambda node: node.lineno)
+    targets = wrapping.targets[0].elts if isinstance(wrapping.targets[0], ast.Tuple) else wrapping.targets[:1]
+    for part, outer in zip(wrap.args, targets, strict=False):
+        inner, wrapper = _module_of(part), dotted_text(outer)
+        if inner is None or wrapper is None:
+            continue
+        objects: dict[str, str] = {}  # what each name holds: the first name that it had
+        since: dict[str, int] = {}
+        through = {wrapper}  # names that hold the wrapper, at least in one branch
+        for statement in statements:
+            if statement is wrapping:
+                wrapped = objects.get(inner, inner)
+                names = [inner, *[name for name, held in objects.items() if held == wrapped]]
+                since = dict.fromkeys(names, wrapping.lineno)
+                continue
+            source = _module_of(statement.value)
+            target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
+            name = dotted_text(target)
+            if name is None:
+                continue
+            fresh = f"{name} of line {statement.lineno}"
+            objects[name] = fresh if source is None else objects.setdefault(source, source)
+            if since:
+                read = {
+                    dotted_text(node) for node in walk(statement.value) if isinstance(node, ast.Name | ast.Attribute)
+                }
+                through |= {name} if not read.isdisjoint(through) else set()
+                since.pop(name, None)
+                if source in since:
+                    since[name] = statement.lineno
+        yield from [InnerName(name, line, outer) for name, line in since.items() if name not in through]
+
+
+def _module_of(node: ast.expr | None) -> str | None:
+    """Return the name of the module that an expression is, also moved or compiled; None for another one."""
+    while _is_same_module(node):
+        node = node.args[0] if last_name(node.func) == "compile" else node.func.value  # type: ignore[attr-defined]
+    if isinstance(node, ast.IfExp):
+        arms = {_module_of(node.body), _module_of(node.orelse)}
+        return arms.pop() if len(arms) == 1 else None
+    return dotted_text(node) if node is not None else None
+
+
+def _is_same_module(node: ast.AST | None) -> TypeGuard[ast.Call]:
+    """Whether it is ``torch.compile(model)``, or a method that returns its own model."""
+    if not isinstance(node, ast.Call):
+        return False
+    return method_called(node) in SAME_MODULE or (last_name(node.func) == "compile" and bool(node.args))
+
+
+def _inner_call(call: ast.Call, frame: Frame, held: dict[str, ast.expr]) -> tuple[ast.expr | None, str]:
+    """Return the wrapper whose inner module a call runs, and the method; None if it runs no inner module.
+
+    ``held`` has the names of modules that were wrapped under another one, with their wrappers.
+    """
     func = call.func
     if not call.args and not call.keywords:
         return None, ""
-    outer = _outer_of(func, frame)
+    outer = _outer_of(func, frame) or held.get((dotted_text(func) or "").removesuffix(".forward"))
     if outer is None and isinstance(func, ast.Attribute) and func.attr not in MODULE_METHODS:
-        return _outer_of(func.value, frame), func.attr
-    target = frame.definition(func) if outer is None and isinstance(func, ast.Name) else None
-    if isinstance(target, FunctionOutline):  # compute_loss(model.module, batch), which calls its first parameter
-        for name, given in frame.enter(target, call, None).arguments.items():
-            outer = _outer_of(given, frame)
+        outer = _outer_of(func.value, frame)
+        if outer is not None:
+            return outer, func.attr
+    target, owner = (frame.callee(call) if outer is None else None) or (None, None)
+    if target is not None and target.name != "__init__":  # compute_loss(model.module, batch), which calls it
+        for name, given in frame.enter(target, call, owner).arguments.items():
+            outer = _outer_of(given, frame) or held.get(dotted_text(given) or "")
             parts = walk(target.node) if outer is not None else ()
-            if any(isinstance(part, ast.Call) and dotted_text(part.func) == name for part in parts):
+            own = [part for part in parts if _runs(part, name)]
+            code, inside = frame.lookup.code(target.outline.path), frame.lookup.frame(target)
+            if not all(_is_under(part, code, inside, NO_GRAD) for part in own):
                 return outer, target.name
         return None, ""
     return outer, ""
+
+
+def _runs(node: ast.AST, name: str) -> TypeGuard[ast.Call]:
+    """Whether a node calls a module of this name, or a part or a method of it that computes something."""
+    if not isinstance(node, ast.Call) or not (node.args or node.keywords):
+        return False
+    func = node.func
+    if isinstance(func, ast.Attribute) and func.attr not in MODULE_METHODS:
+        return name in (dotted_text(func), dotted_text(func.value))
+    return dotted_text(func) == name
 
 
 def _outer_of(node: ast.expr, frame: Frame) -> ast.expr | None:
@@ -300,12 +390,14 @@ def _follow(call: ast.Call, function: FunctionOutline, code: SourceFile) -> tupl
     return 0, False
 
 
-def _runs_wrapper(name: str, call: ast.Call, end: int, calls: list[ast.Call], code: SourceFile, frame: Frame) -> bool:
-    """Whether the same step also calls the wrapper itself, or passes it to a function that may."""
+def _runs_wrapper(
+    name: str, call: ast.Call, end: int, calls: list[ast.Call], code: SourceFile, frame: Frame, anywhere: bool
+) -> bool:
+    """Whether the same step, also in another branch if asked, calls the wrapper itself or passes it on."""
     around = dict(_outer_nodes(call, code))
     loop = next((outer for outer in around if isinstance(outer, LOOPS)), None)
     for other in calls:
-        if other is call or other.lineno > end or _wrapper_of(other.func, frame):
+        if other is call or (other.lineno > end and not anywhere) or _wrapper_of(other.func, frame):
             continue
         runs = dotted_text(other.func) in (name, f"{name}.forward")
         passes = any(dotted_text(given) == name for given in arguments_given(other))
@@ -318,7 +410,9 @@ def _runs_wrapper(name: str, call: ast.Call, end: int, calls: list[ast.Call], co
             continue
         branches = [outer for outer in around if isinstance(outer, ast.If | ast.IfExp) and outer in theirs]
         sides = [[_is_else(outer, inner[outer]) for inner in (around, theirs)] for outer in branches]
-        if all(mine == other_side for mine, other_side in sides) and not _is_under(other, code, frame, NO_GRAD):
+        if (anywhere or all(mine == other_side for mine, other_side in sides)) and not _is_under(
+            other, code, frame, NO_GRAD
+        ):
             return True
     return False
 

@@ -20,11 +20,11 @@ from ampwise.check.source.half_models import (
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.lightning import hand_cast_modules
 from ampwise.check.source.line_references import spot
-from ampwise.check.source.modes import NONE, OFF, autocasts_in, modes_of
+from ampwise.check.source.modes import FP16_SWITCH, NONE, OFF, autocasts_in, modes_of
 from ampwise.check.source.names import arguments_given, last_name, method_called
 from ampwise.check.source.scaled_losses import may_be_scaled
 from ampwise.check.source.sharding import sharded_models, sharding_policies
-from ampwise.check.source.torch_names import FP16, NOT_A_GRAD_SCALER, SCALER
+from ampwise.check.source.torch_names import BF16, FP16, NOT_A_GRAD_SCALER, SCALER, SPELLINGS
 from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
@@ -59,6 +59,8 @@ NEEDS = (
 )
 
 ABOUT_DTYPE = LazyPattern(r"dtype|precision|float|bf16", re.IGNORECASE)
+HAS_BF16 = LazyPattern(r"bf16_supported\(|capability")
+ABOUT_GPU = LazyPattern(r"bf16_supported\(|capability|is_available\(|device")
 
 
 def check_source(code: SourceFile) -> Findings:
@@ -68,15 +70,16 @@ def check_source(code: SourceFile) -> Findings:
     reported: set[ast.AST] = set()
     for mode in modes_of(code):
         scaler = mode.scaler
-        # `autocast()` is FP16 whatever the option says by which the scaler is disabled.
-        is_fixed = scaler.state == OFF and not any(map(ABOUT_DTYPE.search, mode.autocast.given))
+        # `autocast()` is FP16 whatever the option says by which the scaler is disabled; so is a fall-back of the GPU's.
+        by_gpu = _is_fallback(mode.autocast.given)
+        is_fixed = scaler.state == OFF and (by_gpu or not any(map(ABOUT_DTYPE.search, mode.autocast.given)))
         asked = mode.autocast.given if is_fixed else mode.given
         if mode.autocast.dtype != FP16 or mode.autocast.device == "cpu" or denies(asked, FP16):
             continue
         if scaler.state == OFF and scaler.node is not None and scaler.frame is not None:
             # What switches the scaler off must be what makes autocast FP16; another option is the user's choice.
             others = scaler.given.keys() - mode.autocast.given.keys()
-            apart = [name for name in others if not (is_fixed and ABOUT_DTYPE.search(name))]
+            apart = [name for name in others if not (is_fixed and _is_about_dtype(name, by_gpu))]
             if not apart and scaler.node not in reported and scaler.frame.outline is code.outline:
                 reported.add(scaler.node)
                 place = code.script.place(scaler.node)
@@ -222,7 +225,25 @@ def _is_alone(mode: Mode, code: SourceFile) -> bool:
         return not any(_gets_a_scaler(event) for event in region.events_of(EventKind.OPAQUE))
     deciding = {name for event in scaled for given in conditions_at(event.frame, event.node) for name in given}
     plain = {name for given in conditions_at(backward.frame, backward.node) for name in given}
-    return (deciding & plain) <= mode.autocast.given.keys()
+    by_gpu = _is_fallback(mode.autocast.given)
+    return all(by_gpu and _is_about_dtype(name, by_gpu) for name in (deciding & plain) - mode.autocast.given.keys())
+
+
+def _is_fallback(given: Conditions) -> bool:
+    """Whether autocast is FP16 because the GPU has no BF16, and not because an option asks for FP16."""
+    missing = any(HAS_BF16.search(name) and limit.among is not None for name, limit in given.items())
+    asked = [(name, limit) for name, limit in given.items() if ABOUT_DTYPE.search(name) and not ABOUT_GPU.search(name)]
+    return missing and all(
+        "bf16" in name.lower()
+        if limit.among is None
+        else {SPELLINGS.get(str(one).lower()) for one in limit.among} == {BF16}
+        for name, limit in asked
+    )
+
+
+def _is_about_dtype(option: str, by_gpu: bool) -> bool:
+    """Whether an option chooses a dtype; beside a dtype that the GPU decides, ``use_fp16`` is one too."""
+    return bool(ABOUT_DTYPE.search(option) or (by_gpu and FP16_SWITCH.search(option)))
 
 
 def _gets_a_scaler(event: SourceEvent) -> bool:

@@ -34,7 +34,7 @@ RULE = Rule(
         "model = FullyShardedDataParallel(model)\nscaler = ShardedGradScaler()"
     ),
 )
-NEEDS = (("caler",), ("FullyShardedDataParallel", "FSDP"))
+NEEDS = (("caler",), ("FullyShardedDataParallel", "FSDP", "fsdp"))
 
 FSDP1 = (
     "torch.distributed.fsdp.FullyShardedDataParallel",

@@ -5,12 +5,24 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.check.source.cases import FALSE, conditions_at
+from ampwise.check.source.accelerators import is_accelerator
+from ampwise.check.source.cases import Known, cases_of, conditions_at, joined, switched_on
 from ampwise.check.source.half_models import POLICIES
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
-from ampwise.check.source.modes import NO_AUTOCAST, NONE, OFF, ON, UNKNOWN, UNSEEN, modes_of
-from ampwise.check.source.names import arguments_given, dotted_text, method_called
+from ampwise.check.source.modes import (
+    FP16_SWITCH,
+    NO_AUTOCAST,
+    NONE,
+    OFF,
+    ON,
+    UNKNOWN,
+    UNSEEN,
+    asks_for_both,
+    dtype_in,
+    modes_of,
+)
+from ampwise.check.source.names import arguments_given, dotted_text, last_name, method_called
 from ampwise.check.source.precision import NO_CONTEXT, argument_of, autocast_of, literal_bool
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.scalers import scalers_made
@@ -20,7 +32,6 @@ from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.cases import Conditions
     from ampwise.check.source.modes import Mode
     from ampwise.check.source.types import (
         AutocastContext,
@@ -57,6 +68,9 @@ UNTOUCHED = frozenset(
     )
 )
 OF_THE_STEP = frozenset(("backward", "step", "update", "unscale_", "zero_grad", "to", "cuda", "register_hook"))
+READS_DATA = frozenset(
+    ("next", "range", "enumerate", "zip", "isinstance", "squeeze", "unsqueeze", "long", "items", "keys")
+)
 AROUND_A_HOOK = frozenset(("register_hook",))  # harmless beside another autocast
 # Losses by name; one with a network of its own has something to cast, and is left alone.
 LOSS = LazyPattern(
@@ -81,7 +95,7 @@ DISCRIMINATOR = LazyPattern(
 IN_TIME = LazyPattern(r"epoch|step|iter|warm|batch_?idx|\bi\b|<|>")  # FP32 at the start of training
 NO_GPU = LazyPattern(r"cuda|device|gpu", re.I)  # autocast for a GPU would do nothing there
 STEPS_BACK = 3  # assignments from the argument of a loss back to the forward
-HARMLESS = ast.Expr | ast.Assign | ast.AugAssign | ast.If | ast.Pass
+HARMLESS = ast.Expr | ast.Assign | ast.AugAssign | ast.If | ast.For | ast.Pass
 # Operators that may divide a loss or test a counter; others compute on tensors.
 SMALL = ast.Div | ast.Mod | ast.Add | ast.Mult
 
@@ -98,8 +112,10 @@ def check_source(code: SourceFile) -> Findings:
         names = _nothing_to_cast(block.body) if len(block.items) == 1 else set()
         if names and not (names <= AROUND_A_HOOK and code.function_at(block) in cast):  # only backward, step and copies
             manager = block.items[0].context_expr
-            autocast = autocast_of(manager, code.frame(code.function_at(block)))
-            if autocast is not None and autocast.known and autocast.may_be_on:
+            frame = code.frame(code.function_at(block))
+            autocast = autocast_of(manager, frame)
+            is_known = autocast is not None and (autocast.known or _is_of_accelerate(manager, frame))
+            if is_known and autocast is not None and autocast.may_be_on:
                 found.append((manager, "no forward or loss is computed in this autocast region"))
     reported: set[ast.AST] = set()
     found += [
@@ -128,7 +144,7 @@ def _nothing_to_cast(body: list[ast.stmt]) -> set[str]:
             continue
         if isinstance(part, ast.stmt) and not isinstance(part, HARMLESS):
             return set()
-        if isinstance(part, ast.ListComp | ast.GeneratorExp | ast.Await | ast.Lambda):
+        if isinstance(part, ast.Await | ast.Lambda):
             return set()
         if isinstance(part, ast.BinOp) and not isinstance(part.op, SMALL):
             return set()
@@ -138,10 +154,16 @@ def _nothing_to_cast(body: list[ast.stmt]) -> set[str]:
                 return set()  # a function of this name: `step(model, x)` may run the model
             closes = name == "step" and any(isinstance(arg, ast.Name) and "clos" in arg.id for arg in part.args)
             makes_a_graph = any(word.arg in ("create_graph", "closure") for word in part.keywords)
-            if name not in UNTOUCHED or closes or makes_a_graph:
+            if name not in UNTOUCHED | READS_DATA or closes or makes_a_graph:
                 return set()
             names.add(name)
     return names & OF_THE_STEP
+
+
+def _is_of_accelerate(manager: ast.expr, frame: Frame) -> bool:
+    """Whether it is ``accelerator.autocast()``."""
+    func = manager.func if isinstance(manager, ast.Call) else None
+    return isinstance(func, ast.Attribute) and func.attr == "autocast" and is_accelerator(func.value, frame)
 
 
 def _never_used(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
@@ -336,12 +358,12 @@ def _beside_autocast(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
         is_plain = mode.autocast.dtype == NO_AUTOCAST and not forward.context.autocasts and forward is not backward
         if not is_plain or mode.scaler.state not in (ON, UNSEEN) or forward.frame.outline is not code.outline:
             continue
-        on = {name for given in conditions_at(backward.frame, backward.node) for name in _switched_on(given)}
+        on = {name for given in conditions_at(backward.frame, backward.node) for name in switched_on(given)}
         for other in modes:
             if other.region is not mode.region or other.autocast.dtype == NO_AUTOCAST or forward.key is None:
                 continue
             around = conditions_at(other.forward.frame, other.forward.node)
-            shared = on & {name for given in [*around, other.autocast.given] for name in _switched_on(given)}
+            shared = on & {name for given in [*around, other.autocast.given] for name in switched_on(given)}
             is_later = backward not in last or forward.line >= last[backward][0].line
             if other.forward.key == forward.key and shared and is_later and _is_another_branch(forward, other.forward):
                 last[backward] = forward, min(shared)
@@ -350,27 +372,46 @@ def _beside_autocast(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
 
 
 def _off_when_scaled(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
-    """Yield autocasts of a step that are on only where its loss is not scaled: ``enabled=amp and scaler is None``."""
+    """Yield autocasts of a step that are on only where its loss is not scaled.
+
+    Such is ``enabled=amp and scaler is None``, and ``enabled=args.bf16`` beside ``GradScaler(enabled=args.fp16)``.
+    """
     text = code.script.text.replace("fully_shard", "")  # without a policy it runs in the dtype of the parameters
+    text = text.replace("torch_dtype=", "=")  # read below
     if code.uses_framework or OTHERWISE.search(text) or "mp_policy" in text or _autocasts_in_a_forward(code):
         return
     modes: dict[SourceEvent, list[Mode]] = {}
     for mode in modes_of(code):
-        fails = any(name.startswith("an exception") for name in _switched_on(mode.given))
-        if mode.forward.context.autocasts and not fails:
+        fails = any(name.startswith("an exception") for name in switched_on(mode.given))
+        if mode.forward.context.autocasts and not fails and not asks_for_both(mode.given):
             modes.setdefault(mode.forward, []).append(mode)
     for forward, own in modes.items():
         scaled = [mode for mode in own if mode.scaler.state == ON]
         in_half = [mode for mode in own if mode.autocast.dtype in (FP16, BF16)]
         # One mode that we cannot tell, or a scaler that is on under autocast, and the code may be right.
         is_certain = all(mode.scaler.state in (ON, OFF, NONE) and mode.autocast.dtype != UNKNOWN for mode in own)
-        if not (scaled and in_half and is_certain) or any(mode.scaler.state != NONE for mode in in_half):
+        for_fp16 = all(any(map(FP16_SWITCH.search, switched_on(mode.scaler.given))) for mode in scaled)
+        unscaled = (NONE, OFF) if for_fp16 else (NONE,)  # a scaler may be switched off by a wish of its own
+        if not (scaled and in_half and is_certain) or any(mode.scaler.state not in unscaled for mode in in_half):
             continue
         autocast = forward.context.autocasts[-1]
         homes = {forward.frame.outline, autocast.entered_in.outline if autocast.entered_in is not None else None}
-        if autocast.manager is not None and homes == {code.outline}:
+        if autocast.manager is not None and homes == {code.outline} and not _is_loaded_in_half(scaled, code):
             line = spot(scaled[0].backward.node, scaled[0].backward.frame, code.script.place(autocast.manager))
             yield autocast.manager, f"autocast is off here wherever the loss is scaled, {line}: that mode runs in FP32"
+
+
+def _is_loaded_in_half(modes: list[Mode], code: SourceFile) -> bool:
+    """Whether weights may have another dtype than FP32 in one of these modes, by an argument of ``from_pretrained``."""
+    for call in code.nodes(ast.Call):
+        asked = argument_of(call, "torch_dtype")
+        if asked is None and last_name(call.func) == "from_pretrained":
+            asked = argument_of(call, "dtype")
+        for case in cases_of(code.frame(code.function_at(call)), asked) if asked is not None else ():
+            is_single = isinstance(case.value, Known) and dtype_in(case) in (None, FP32)
+            if not is_single and any(joined(case.given, mode.given) is not None for mode in modes):
+                return True
+    return False
 
 
 def _generator_outside(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
@@ -412,11 +453,6 @@ def _is_another_branch(forward: SourceEvent, other: SourceEvent) -> bool:
     sides = {guard.text: guard for guard in forward.context.guards}
     apart = [guard for guard in other.context.guards if guard.text in sides and sides[guard.text].holds != guard.holds]
     return bool(apart) and not any(IN_TIME.search(test) or NO_GPU.search(test) for test in map(guard_source, apart))
-
-
-def _switched_on(given: Conditions) -> list[str]:
-    """Return the options that must be true."""
-    return [name for name, limit in given.items() if limit.among is None and limit.without >= FALSE]
 
 
 def _always_disabled(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:

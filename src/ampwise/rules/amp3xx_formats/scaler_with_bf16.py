@@ -5,12 +5,12 @@ import re
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.call_events import manages_scaling
-from ampwise.check.source.cases import FALSE, denies, joined
+from ampwise.check.source.cases import denies, joined
 from ampwise.check.source.events import EventKind
 from ampwise.check.source.half_models import trained_half_models
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
-from ampwise.check.source.modes import NO_AUTOCAST, ON, UNSEEN, entered_by, modes_of, scalers_held
+from ampwise.check.source.modes import NO_AUTOCAST, ON, UNSEEN, asks_for_both, entered_by, modes_of, scalers_held
 from ampwise.check.source.precision import autocast_of
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.scalers import scalers_made
@@ -18,7 +18,6 @@ from ampwise.check.source.torch_names import BF16, SCALER_NAME
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.cases import Conditions
     from ampwise.check.source.modes import Autocast, Scaler
     from ampwise.check.source.types import SourceFile
     from ampwise.watch.run_events import RunEvents
@@ -42,7 +41,6 @@ RULE = Rule(
 NEEDS = (("caler",), ("bfloat16", "bf16"))
 
 ABOUT_PRECISION = LazyPattern(r"fp16|float16|half|dtype|precision|bf16|scal", re.IGNORECASE)
-FP16_SWITCH = LazyPattern(r"fp16|(?<!b)float16|half")
 
 
 def check_source(code: SourceFile) -> Findings:
@@ -53,7 +51,7 @@ def check_source(code: SourceFile) -> Findings:
             continue
         if any(autocast.surely_fp16 for autocast in mode.region.autocasts_with_gradients):
             continue  # a step in both needs it
-        if _is_contradictory(mode.given) or manages_scaling(mode.backward.receiver, mode.backward.frame):
+        if asks_for_both(mode.given) or manages_scaling(mode.backward.receiver, mode.backward.frame):
             continue
         made, autocast = mode.scaler, mode.autocast
         # Options of the scaler that autocast does not depend on: the user turns both on, or a scaler for FP16 alone.
@@ -101,13 +99,6 @@ def _on_bf16_weights(code: SourceFile, reported: set[ast.AST]) -> Findings:
                     place = code.script.place(made.node)
                     line, how = pair.model.spot(place), "may be" if pair.model.given else "are"
                     yield RULE.at(place, f"the weights {how} BF16 since {line}: there is nothing to scale")
-
-
-def _is_contradictory(given: Conditions) -> bool:
-    """Whether both ``args.fp16`` and ``args.bf16`` are on, which nobody asks for."""
-    switches = [name for name, limit in given.items() if limit.among is None and limit.without <= FALSE]
-    on = [name.rpartition(".")[2].lower() for name in switches]
-    return any("bf16" in name or "bfloat16" in name for name in on) and any(FP16_SWITCH.search(name) for name in on)
 
 
 def _is_about_precision(option: str) -> bool:

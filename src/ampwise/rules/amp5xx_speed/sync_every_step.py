@@ -5,6 +5,8 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.cases import guards_around
+from ampwise.check.source.events import EventKind
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import code_of, dotted_text, last_name
 from ampwise.check.source.questions import guard_source
@@ -43,7 +45,9 @@ RULE = Rule(
 NEEDS = ((".backward(",), ("get_scale", ".item(", ".cpu(", "float(", "isnan", "isinf", "isfinite"))
 
 OVER_PARAMETERS = LazyPattern(r"\b(named_)?parameters\(")
-OVER_LIST = LazyPattern(r"\b(param(eter)?s|param_list|params_list)\b")  # of tensors, or a dictionary of settings
+OVER_LIST = LazyPattern(
+    r"\b(param(eter)?s|param_list|params_list|grads|gradients)\b"
+)  # of tensors, or a dictionary of settings
 OF_A_TENSOR = frozenset(("grad", "data", "norm", "abs", "mean", "std", "var", "sum", "max", "min"))
 A_STEP = LazyPattern(r"step|iter|batch|optimi[sz]e|update|train")  # a function that is called once per step
 # Guards that distinguish parameters rather than steps.
@@ -74,38 +78,39 @@ def check_source(code: SourceFile) -> Findings:
         start = region.trace.frame.function
         if not has_any(start.outline.script.text, IN_HALF) or not (region.loop or A_STEP.search(start.name)):
             continue  # training in FP32 alone, or a single step
-        steps = [event for event in region.events if event.kind in STEP]
-        asked = {guard for event in steps for guard in event.context.guards}
-        frames = {frame for event in steps for frame in event.frame.callers()}
-        for event in steps:
-            guard = next(iter(region.own_guards(event)), None)  # the test that each step is under
-            if guard is not None and guard.test is not None and event.frame.outline is code.outline:
-                for node in _comprehensions_that_sync(guard.test, event.frame):
-                    if node not in seen:
-                        seen.add(node)
-                        yield RULE.at(code.script.place(node), FOR_EACH)
-        for site in region.trace.statements_in(region.loop):
-            context = site.context
-            inside = region.loop is not None or not frames.isdisjoint(context.frame.callers())
-            if not inside or context.frame.outline is not code.outline:
-                continue
+        for node, whole, message in _syncs_in(region, code):
+            if whole not in seen and not _ends_training(whole, code):
+                seen.add(whole)
+                yield RULE.at(code.script.place(node), message)
+
+
+def _syncs_in(region: Region, code: SourceFile) -> Iterator[tuple[ast.AST, ast.AST, str]]:
+    """Yield what syncs in every step of a region, with what it is reported for once, and the message."""
+    steps = [event for event in region.events if event.kind in STEP]
+    asked = {guard for event in steps for guard in event.context.guards}
+    frames = {frame for event in steps for frame in event.frame.callers()}
+    for event in steps:
+        guard = next(iter(region.own_guards(event)), None)  # the test that each step is under
+        if guard is not None and guard.test is not None and event.frame.outline is code.outline:
+            for node in _comprehensions_that_sync(guard.test, event.frame):
+                yield node, node, FOR_EACH
+    for site in region.trace.statements_in(region.loop):
+        context = site.context
+        inside = region.loop is not None or not frames.isdisjoint(context.frame.callers())
+        if inside and context.frame.outline is code.outline:
             guards = [guard for guard in context.guards if guard not in asked]  # beyond those of the step itself
-            for node, whole, message in [*_for_each_parameter(site, region, guards), *_logged_scale(site, guards)]:
-                if whole not in seen and not _ends_training(whole, code):
-                    seen.add(whole)
-                    yield RULE.at(code.script.place(node), message)
+            yield from _for_each_parameter(site, region, guards)
+            yield from _logged_scale(site, guards)
+    for node in _in_own_clips(region, code, asked):
+        yield node, node, FOR_EACH
 
 
 def _for_each_parameter(
     site: CodeSite, region: Region, guards: list[BranchGuard]
 ) -> Iterator[tuple[ast.AST, ast.AST, str]]:
     """Yield each expression that syncs and its loop: a loop is reported once."""
-    for guard in guards:
-        source = guard_source(guard)
-        is_healthy = ASKS_FOR_NAN.match(source) and guard.holds is ("isfinite" in source)
-        either = is_healthy or ABOUT_PARAMETERS.search(source) or FOR_THE_WHOLE_RUN.search(source)
-        if guard.boundary is not None or not either or "%" in guard.text or LOOKS_CLOSER.search(source):
-            return
+    if not _is_in_every_step(guards):
+        return
     loops = site.context.loops
     further = loops[loops.index(region.loop) + 1 :] if region.loop in loops else loops
     if not further:
@@ -121,6 +126,39 @@ def _for_each_parameter(
     for guard in guards:
         if guard.test is not None and _reads_each_parameter(guard.test, loop, is_test=True):
             yield guard.test, loop, FOR_EACH
+
+
+def _is_in_every_step(guards: list[BranchGuard]) -> bool:
+    """Whether guards distinguish parameters, or runs, but not steps."""
+    for guard in guards:
+        source = guard_source(guard)
+        is_healthy = ASKS_FOR_NAN.match(source) and guard.holds is ("isfinite" in source)
+        either = is_healthy or ABOUT_PARAMETERS.search(source) or FOR_THE_WHOLE_RUN.search(source)
+        if guard.boundary is not None or not either or "%" in guard.text or LOOKS_CLOSER.search(source):
+            return False
+    return True
+
+
+def _in_own_clips(region: Region, code: SourceFile, asked: set[BranchGuard]) -> Iterator[ast.AST]:
+    """Yield what syncs for each parameter in a script's own ``clip_grad_norm``, which has the name of torch's."""
+    for event in region.events_of(EventKind.CLIP):
+        target = event.frame.callee(event.node) if isinstance(event.node, ast.Call) else None
+        is_own = target is not None and target[0].outline is code.outline
+        if (
+            target is None
+            or not is_own
+            or not _is_in_every_step([one for one in event.context.guards if one not in asked])
+        ):
+            continue
+        function = target[0]
+        yield from _comprehensions_that_sync(function.node, code.frame(function))
+        for loop in [part for part in walk(function.node) if isinstance(part, ast.For)]:
+            for statement in [part for part in walk(loop) if isinstance(part, ast.Expr | ast.Assign | ast.AugAssign)]:
+                tests = [guard.test for guard in guards_around(statement, function)]
+                asks = [test if isinstance(test, str) else code_of(test) for test in tests]
+                if _reads_each_parameter(statement, loop) and all(map(ABOUT_PARAMETERS.search, asks)):
+                    yield statement
+                    break
 
 
 def _comprehensions_that_sync(root: ast.AST, frame: Frame) -> Iterator[ast.AST]:
