@@ -43,7 +43,8 @@ SAVES = LazyPattern(
 # Named as if they saved a checkpoint, but they do something else.
 SAVES_OTHER = LazyPattern(
     r"^on_|load|restore|resume|recover|(^|_)(find|latest|remove|delete|clean|config|cfg|args?|images?|img|imgs|fig|figure|"
-    r"plots?|samples?|videos?|audio|csv|json|yaml|metrics?|results?|predictions?|preds|logs?|curves?|history|grads?|"
+    r"plots?|samples?|videos?|audio|csv|json|yaml|metrics?|results?|predictions?|preds|curves?|history|grads?|"
+    r"logs?(?!_(ckpt|checkpoint)s?$)|"
     r"path|name|dir|exists|is|should|callback|activation|pretrained|metadata|stats|tokenizer|hparams|fn)(_|$)",
     re.IGNORECASE,
 )
@@ -56,6 +57,7 @@ HANDS_OVER = RUNS_LATER | {"add_event_handler"}
 STEPS_OPTIMIZER = frozenset(("optimizer step", "scaler step", "unscale", "zero grad"))
 METHODS_OF_THE_STEP = frozenset(("scale", "unscale_", "step", "update", "get_scale", "is_enabled"))
 USES_SCALER = frozenset(("scaled backward", "scaler step", "unscale"))
+DEEPEST_SAVER = 4  # functions between the call that names what is saved and the one that writes it
 
 
 @dataclass(slots=True, eq=False)
@@ -88,9 +90,12 @@ def _lacking_in(code: SourceFile) -> list[SavedCheckpoint]:
     if not users:
         return []
     saved = _saved_checkpoints(code)
-    if any(each.contents == THE_SCALER for each in saved):
+    if any(each.contents == THE_SCALER and isinstance(each.where, ast.Call) for each in saved):
         return []  # it has a file of its own
-    beside = {each.frame.function for each in saved if each.contents.scaler and not each.contents.optimizer}
+    alone = [each for each in saved if each.contents.scaler and not each.contents.optimizer]
+    beside = {each.frame.function for each in alone}
+    # One method returns the optimizers for a checkpoint, and another the scalers.
+    in_parts = {_owner(each.frame.function) for each in alone if not isinstance(each.where, ast.Call)} - {None}
     # A function that we cannot see may save it if the script loads it, or if another such function gets it.
     may_be_saved = _loads_scaler(code) or any(each.contents.scaler and each.contents.whole for each in saved)
     found = []
@@ -101,7 +106,9 @@ def _lacking_in(code: SourceFile) -> list[SavedCheckpoint]:
             isinstance(each.display, ast.Dict) and len(each.display.keys) == 1
         )
         is_judged = has_optimizer and (whole or _keeps_scalers(code)) and (is_complete or not may_be_saved)
-        if is_judged and not has_scaler and each.frame.function not in beside and _is_in_reach(each, users, code):
+        is_part = not isinstance(each.where, ast.Call) and _owner(each.frame.function) in in_parts
+        has_scaler = has_scaler or is_part or each.frame.function in beside
+        if is_judged and not has_scaler and _is_in_reach(each, users, code):
             found.append(each)
     inherited = () if KEEPS_SCALER.search(code.script.text) else _saved_by_bases(code, users)
     return found + [each for each in inherited if each.contents == THE_OPTIMIZER]
@@ -161,8 +168,9 @@ def _saved_checkpoints(code: SourceFile) -> list[SavedCheckpoint]:
                 reader = SavedValueReader(stepped)
                 frame = code.frame(function)
                 contents = reader.of(part.value, frame, part.lineno)
-                if reader.display[0] is not None and reader.display[0] not in read:
-                    add(reader, reader.display[0], frame, contents, None)
+                display = reader.display[0]
+                if (contents.scaler and not contents.optimizer) or not (display is None or display in read):
+                    add(reader, display or part.value, frame, contents, None)
     made = [node for node in found if node in read and isinstance(node, ast.Call)]
     for node in [call for call in made if SAVES_CLASS.search(name_of(call.func))]:
         del found[node]  # snapshot = Snapshot(model, optimizer), which is saved later: once, at the save
@@ -189,13 +197,22 @@ def _saving_calls(code: SourceFile) -> Iterator[tuple[ast.Call, Frame, list[ast.
                 arguments = _saved_arguments(site.call, site.context.frame)
                 if arguments is not None:
                     yield site.call, site.context.frame, arguments, trace
-    for call in code.nodes(ast.Call):  # in lambdas, and in functions that have no part in training
-        may_save = _may_save(name_of(call.func)) or any(word.arg == "to_save" for word in call.keywords)
-        if call not in reached and may_save:
-            frame = code.frame(code.function_at(call))
-            arguments = _saved_arguments(call, frame)
-            if arguments is not None:
-                yield call, frame, arguments, None
+    # In lambdas, in functions that have no part in training, and in scripts that leave the training to a framework.
+    unreached = [call for call in code.nodes(ast.Call) if call not in reached and _is_named_as_saver(call)]
+    pending = [(call, code.frame(code.function_at(call))) for call in unreached]
+    for call, frame in pending:  # the list grows during the loop
+        arguments = _saved_arguments(call, frame)
+        saver = frame.callee(call) if arguments is None and len(frame.callers()) < DEEPEST_SAVER else None
+        if arguments is not None:
+            yield call, frame, arguments, None
+        elif saver is not None and saver[0] not in [caller.function for caller in frame.callers()]:
+            inside = frame.enter(saver[0], call, saver[1])  # save_checkpoint({...}), with a torch.save in it
+            calls = [part for part in walk(saver[0].node) if isinstance(part, ast.Call)]
+            pending += [(part, inside) for part in calls if _is_named_as_saver(part)]
+
+
+def _is_named_as_saver(call: ast.Call) -> bool:
+    return _may_save(name_of(call.func)) or any(word.arg == "to_save" for word in call.keywords)
 
 
 def _is_dead(node: ast.AST, frame: Frame) -> bool:

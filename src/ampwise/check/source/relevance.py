@@ -39,8 +39,8 @@ TAKES_PART: Words = (
 )
 # Computations that autocast makes fragile.
 COMPUTES: Words = (
-    *("BCE", "bce", "binary_cross_entropy", "masked_fill", "where(", "exp(", "log(", "eps", "1e-", "sqrt", "softmax"),
-    *("sigmoid", "autocast", "riterion", "loss", "Loss"),
+    *("BCE", "bce", "binary_cross_entropy", "masked_fill", "where(", "exp(", "log(", "eps", "1e-", "-1e", "sqrt"),
+    *("softmax", "sigmoid", "autocast", "riterion", "loss", "Loss"),
 )
 # Losses of scores, which are inaccurate on scores in half.
 LOSSES: Words = (

@@ -156,12 +156,12 @@ class TensorDtypes:
         """
         values = []
         for value in reaching_values(node, context.frame):
-            there = self._context(*value) if value.frame is context.frame else None
+            there = self.context_of(*value) if value.frame is context.frame else None
             if there is None or not _contradict(there, context):
                 values.append(value)
         return [value for value in values if not self._is_forward_in_single(*value)] or values
 
-    def _context(self, node: ast.expr | None, frame: Frame) -> EventContext | None:
+    def context_of(self, node: ast.expr | None, frame: Frame) -> EventContext | None:
         """Return the context in which a value is computed."""
         found = self.contexts.get((id(node), id(frame)))
         return self.contexts.get((id(node.value), id(frame))) if found is None and _is_element(node) else found
@@ -207,7 +207,7 @@ class TensorDtypes:
                 return self._of_item(node, index, context, (*seen, here))
             found: list[str | None] = []
             for held, home in values:
-                there = self._context(held, home)
+                there = self.context_of(held, home)
                 if held is None or there is None:
                     found.append(None)
                 else:
@@ -250,7 +250,7 @@ class TensorDtypes:
     def _of_value(self, node: ast.expr | None, frame: Frame, seen: Seen) -> str | None:
         if node is None:
             return None
-        context = self._context(node, frame)
+        context = self.context_of(node, frame)
         if context is None:  # in a function that no trace reached: only numbers are certain
             found = self.dtype(node, EventContext(frame), seen)
             return found if found == NUMBER else None
@@ -258,7 +258,7 @@ class TensorDtypes:
 
     def _is_forward_in_single(self, node: ast.expr | None, frame: Frame) -> bool:
         """Whether this is a call of a model outside of autocast, or an element of what it returns."""
-        context = self._context(node, frame)
+        context = self.context_of(node, frame)
         call = node.value if isinstance(node, ast.Subscript) and _is_element(node) else node
         outside = context is not None and not context.autocasts
         return outside and isinstance(call, ast.Call) and (_is_model(call, frame) or _is_method(call, frame))

@@ -4,6 +4,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.accelerators import ITS_SCALER
+from ampwise.check.source.accumulation import mentions_accumulation
 from ampwise.check.source.names import dotted_text
 from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
@@ -63,11 +64,24 @@ def _before_another_step(moments: list[Moment], region: Region) -> str | None:
             line = step.spot(update)
             if not between & {"opaque", "scaled backward"}:
                 return f"the gradients applied in {line} were computed with the scale before this update"
+            if "opaque" not in between and _accumulates(update, step, following[:index], region):
+                return (
+                    f"the gradients applied in {line} are summed over micro-batches, of which the last is scaled "
+                    "after this update, the others before it"
+                )
             # With a backward of its own after the update, the other optimizer has a whole cycle for itself.
             loops = {*region.inner_loops(update), *region.inner_loops(step)}
             if "opaque" not in between and region.loop is not None and not loops:
                 return f"`update` runs here and again after the step in {line}: the scale is judged twice per iteration"
     return None
+
+
+def _accumulates(update: SourceEvent, step: SourceEvent, between: list[SourceEvent], region: Region) -> bool:
+    """Whether each micro-batch has the backward between an update and a step, which only the last of them has."""
+    shared = [guard for guard in region.own_guards(update) if guard in region.own_guards(step)]
+    ends = [guard for guard in shared if guard.boundary is not None or mentions_accumulation(guard.test)]
+    backwards = [event for event in between if event.kind == "scaled backward" and event.key == update.key]
+    return bool(ends and backwards) and all(ends[0] not in event.context.guards for event in backwards)
 
 
 def _in_a_loop_over_optimizers(update: SourceEvent, region: Region) -> str | None:

@@ -88,16 +88,18 @@ def check_source(code: SourceFile) -> Findings:
                 continue
             if any(step.key == ITS_SCALER for step in steps) and holds_back(move.receiver, code):
                 continue
-            unguarded = [step for step in steps if not _is_guarded(move, step.context)]
+            unguarded = [step for step in steps if not _is_guarded(move, step.context, _backward_of(step, move, trace))]
             if unguarded:
                 found.append((move, unguarded[-1]))
             elif not steps and any(not _is_guarded(move, scaled) for scaled in _scaled_for_others(iteration, trace)):
                 found.append((move, None))
         for move, step in found:
             edits = _guarded_by_scale(step, [other for other, its in found if its is step], trace) if step else ()
+            own = [guard for guard in step.context.guards if guard not in move.context.guards] if step else []
+            skips = "this script" if any(LOOKS_AT_STEP.search(guard_source(guard)) for guard in own) else "the scaler"
             yield RULE.at(
                 move.place,
-                "the scheduler advances even when the scaler skips the optimizer's step",
+                f"the scheduler advances even when {skips} skips the optimizer's step",
                 fix=None if edits else RULE.without_edit("step, update and this call do not follow in one block"),
                 edits=edits,
                 safe=False,
@@ -241,10 +243,21 @@ def _scaled_for_others(iteration: tuple[Loop, ...], trace: CodeTrace) -> list[Ev
     return [site.context for site in scaled if iteration]
 
 
-def _is_guarded(move: SourceEvent, step: EventContext) -> bool:
+def _backward_of(step: SourceEvent, move: SourceEvent, trace: CodeTrace) -> SourceEvent | None:
+    """Return the backward whose gradients a step applies, if both come before the scheduler in one function."""
+    if step.frame is not move.frame or move.line < step.line:
+        return None
+    earlier = [event for event in trace.events() if event.kind == "scaled backward" and event.frame is step.frame]
+    return next((event for event in reversed(earlier) if event.key == step.key and event.line < step.line), None)
+
+
+def _is_guarded(move: SourceEvent, step: EventContext, backward: SourceEvent | None = None) -> bool:
     """Return whether a condition of the scheduler's step asks if the scaler's step was applied, or is rarely true."""
     for guard in move.context.guards:
         if guard in step.guards:
+            home = guard.frame.function if guard.frame is not None else None
+            if backward is not None and home is backward.frame.function and guard.test.lineno < backward.line:  # type: ignore[union-attr]
+                continue  # it asks before there are gradients: of those of another optimizer
             # Both are under it: with a finite norm the scaler does not skip, with a finite loss it may.
             if OF_GRADIENTS.search(re.sub(SCALER_ITSELF, "", guard_source(guard))) and _asks(guard, move, step):
                 return True

@@ -51,6 +51,7 @@ AROUND_A_STEP = ("accumulate", "no_sync", "join_uneven_inputs")  # contexts of a
 ASSIGNMENTS = ast.Assign | ast.AnnAssign | ast.AugAssign
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 SAME_MODULE = frozenset(("to", "cuda", "train", "eval", "float", "requires_grad_"))  # methods that return their object
+DEEPEST = 4  # functions that return what another one unwraps
 
 
 class InnerName(NamedTuple):
@@ -289,11 +290,12 @@ def _outer_of(node: ast.expr, frame: Frame) -> ast.expr | None:
     if isinstance(node, ast.Attribute) and node.attr in INNER:
         return node.value
     if isinstance(node, ast.Call):
+        if frame.qualified(node.func) == "typing.cast" and len(node.args) == 2:
+            return _outer_of(node.args[1], frame)
         own = frame.definition(node.func)
-        returned = [part.value for part in walk(own.node) if isinstance(part, ast.Return)] if own else []
-        unwraps = any(isinstance(value, ast.Attribute) and value.attr in INNER for value in returned)
-        is_unwrap = unwraps or (own is None and UNWRAPS.search(last_name(node.func)))
-        return node.args[0] if is_unwrap and len(node.args) == 1 else None
+        if own is None:
+            return node.args[0] if UNWRAPS.search(last_name(node.func)) and len(node.args) == 1 else None
+        return _unwrapped_by(own, node, frame) if isinstance(own, FunctionOutline) else None
     if not isinstance(node, ast.Name | ast.Attribute):
         return None
     for value, home in frame.values(node):
@@ -302,6 +304,20 @@ def _outer_of(node: ast.expr, frame: Frame) -> ast.expr | None:
             # After `model = model.module` at the end of the training the name is the same.
             if outer is not None and dotted_text(outer) != dotted_text(node) and value.lineno < node.lineno:
                 return outer
+    return None
+
+
+def _unwrapped_by(function: FunctionOutline, call: ast.Call, frame: Frame) -> ast.expr | None:
+    """Return the argument whose inner module a function returns: ``return model.module if ... else model``."""
+    inside = frame.enter(function, call, None)
+    if len(inside.callers()) > DEEPEST:
+        return None
+    for part in walk(function.node):
+        value = part.value if isinstance(part, ast.Return) else None
+        for each in (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,):
+            outer = _outer_of(each, inside) if isinstance(each, ast.Attribute | ast.Call) else None
+            if isinstance(outer, ast.Name) and outer.id in inside.arguments:
+                return inside.arguments[outer.id]
     return None
 
 

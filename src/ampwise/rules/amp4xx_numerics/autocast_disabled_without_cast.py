@@ -3,14 +3,19 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from ampwise.check.source.constructors import find_constructors
 from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.line_references import spot
 from ampwise.check.source.names import last_name
 from ampwise.check.source.reaching_definitions import reaching_values
 from ampwise.check.source.tensor_dtypes import (
+    HALF,
     HALVES,
     KEEPS,
     LAYERS_IN_SINGLE,
+    LIKELY_HALF,
+    PART,
+    SCORES,
     TAKES_SINGLE,
     layer_called,
     tensor_dtypes,
@@ -20,7 +25,7 @@ from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
 if TYPE_CHECKING:
-    from ampwise.check.source.types import AutocastContext, CodeSite, SourceFile
+    from ampwise.check.source.types import AutocastContext, CodeSite, Frame, SourceFile
 
 RULE = Rule(
     code="AMP406",
@@ -46,6 +51,7 @@ NEEDS = (("autocast",), ("enabled=False", "False)", "enabled = False"))
 
 COMPUTES_A_LOSS = TAKES_SINGLE | {"binary_cross_entropy"}  # which autocast runs in FP32, or not at all
 CRITERION = LazyPattern(r"criterion")
+LOSS_CLASS = LazyPattern(r"(Loss|Criterion)$")
 CASTS = LazyPattern(r"\.(float|double|to|type|type_as|bfloat16)\(|float32|float64|dtype|\bcast|upcast")
 
 
@@ -76,14 +82,15 @@ def check_source(code: SourceFile) -> Findings:
 def _computed_in_half(site: CodeSite, disabled: AutocastContext, code: SourceFile) -> tuple[str, str] | None:
     """Return an outer half-precision tensor that a loss, or another operation of autocast's FP32 list, gets here.
 
-    A criterion that we cannot see counts as a loss; a function of that kind, imported by name, often casts by itself.
+    A criterion that we cannot see counts as a loss, as does an object of a class that is called a loss; a function of
+    that kind, imported by name, often casts by itself.
     """
     context, frame, dtypes = site.context, site.context.frame, tensor_dtypes(code)
     for node in walk(site.node):
         if not isinstance(node, ast.Call):
             continue
-        is_criterion = CRITERION.search(last_name(node.func)) and frame.qualified(node.func) is None
-        if layer_called(node, frame) in LAYERS_IN_SINGLE or (is_criterion and frame.callee(node) is None):
+        is_criterion = frame.qualified(node.func) is None and frame.callee(node) is None and _is_loss(node.func, frame)
+        if layer_called(node, frame) in LAYERS_IN_SINGLE or is_criterion:
             tensor: ast.expr | None = node.args[0] if node.args else None
         else:
             operation = torch_operation(node, frame)
@@ -92,9 +99,20 @@ def _computed_in_half(site: CodeSite, disabled: AutocastContext, code: SourceFil
             tensor = inner[1]  # binary_cross_entropy(torch.sigmoid(scores), y)
         if isinstance(tensor, ast.Name):
             values = reaching_values(tensor, frame)
-            made_in = [dtypes.contexts.get((id(value.node), id(value.frame))) for value in values]
+            made_in = [dtypes.context_of(*value) for value in values]
             from_outside = all(there is not None and disabled not in there.autocasts for there in made_in)
             dtype = dtypes.dtype(tensor, context) if from_outside else None
+            if dtype is None and from_outside and SCORES.search(tensor.id):
+                # fake_out, features = discriminator(x)
+                part = tensor_dtypes(code, any_mode=True).dtype(tensor, context)
+                dtype = HALF if part == PART[LIKELY_HALF] else None
             if dtype in HALVES:
                 return tensor.id, HALVES[dtype]
     return None
+
+
+def _is_loss(func: ast.expr, frame: Frame) -> bool:
+    """Whether a callable is a criterion, by its name or by the class that it was made of."""
+    makers = [made for made, _ in find_constructors(func, frame) if isinstance(made, ast.Call) and made is not func]
+    named = bool(makers) and all(LOSS_CLASS.search(last_name(made.func)) for made in makers)
+    return named or CRITERION.search(last_name(func)) is not None

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.check.source.cases import guards_around
 from ampwise.check.source.events import EventKind
 from ampwise.check.source.lazy_pattern import LazyPattern
-from ampwise.check.source.names import code_of, dotted_text, last_name
+from ampwise.check.source.names import code_of, dotted_text, last_name, method_called
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.relevance import IN_HALF, has_any
 from ampwise.check.source.torch_names import SCALER
@@ -42,22 +43,30 @@ RULE = Rule(
         "    norm = torch.nn.utils.get_total_norm(grads)"
     ),
 )
-NEEDS = ((".backward(",), ("get_scale", ".item(", ".cpu(", "float(", "isnan", "isinf", "isfinite"))
+NEEDS = (
+    (".backward(", "caler("),
+    ("get_scale", ".item(", ".cpu(", "float(", "isnan", "isinf", "isfinite", "caler.state_dict("),
+)
 
 OVER_PARAMETERS = LazyPattern(r"\b(named_)?parameters\(")
-OVER_LIST = LazyPattern(
-    r"\b(param(eter)?s|param_list|params_list|grads|gradients)\b"
-)  # of tensors, or a dictionary of settings
+# Of tensors, or a dictionary of settings.
+OVER_LIST = LazyPattern(r"(\b|_)(param(eter)?s|param_list|params_list|grads|gradients)\b")
 OF_A_TENSOR = frozenset(("grad", "data", "norm", "abs", "mean", "std", "var", "sum", "max", "min"))
 A_STEP = LazyPattern(r"step|iter|batch|optimi[sz]e|update|train")  # a function that is called once per step
 # Guards that distinguish parameters rather than steps.
 ABOUT_PARAMETERS = LazyPattern(r"grad|\bp\b|param|dim\b|weight|bias")
 ASKS_FOR_NAN = LazyPattern(r"^[\w.]*is(nan|inf|finite)\([\w.]+\)$")  # almost every step has none
-LOOKS_CLOSER = LazyPattern(r"^[\w.]*(print|debug|detect|verbose|inspect)\w*$")  # an option, off in most runs
+# An option, off in most runs.
+LOOKS_CLOSER = LazyPattern(
+    r"^[\w.]*((print|debug|detect|verbose|inspect)\w*|(\b|_)(log|track|monitor|record|plot)_\w+)$"
+)
 # The same in every step: which process this is, whether there is a logger.
 FOR_THE_WHOLE_RUN = LazyPattern(r"\b(ddp|distributed|master|main_process|rank)\b|(run|logger|writer) is not None$")
 LOGS = LazyPattern(r"^(log|log_\w+|add_scalars?|print|info|debug|set_postfix|set_postfix_str|set_description|write)$")
+READS_SCALE = ("get_scale", "caler.state_dict(")
+LOGGER = LazyPattern(r"log|metric|meter|writer|tracker|wandb", re.IGNORECASE)  # whose update() logs
 ASKS_EACH = frozenset(("float", "isnan", "isinf", "isfinite"))
+ASKS_ITSELF = ASKS_EACH - {"float"}  # as methods: p.grad.isfinite().all()
 EXITS = LazyPattern(r"^(_?exit|quit|abort|breakpoint|set_trace)$")
 COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 STEP = ("backward", "scaled backward", "scaler step", "optimizer step")
@@ -69,7 +78,8 @@ MANY = 4
 
 
 def check_source(code: SourceFile) -> Findings:
-    if not has_any(code.script.text, ("param", "get_scale")):
+    reads_scale = has_any(code.script.text, READS_SCALE)
+    if not reads_scale and "param" not in code.script.text:
         return
     seen: set[ast.AST] = set()
     for region in code.regions:
@@ -78,21 +88,22 @@ def check_source(code: SourceFile) -> Findings:
         start = region.trace.frame.function
         if not has_any(start.outline.script.text, IN_HALF) or not (region.loop or A_STEP.search(start.name)):
             continue  # training in FP32 alone, or a single step
-        for node, whole, message in _syncs_in(region, code):
+        for node, whole, message in _syncs_in(region, code, reads_scale=reads_scale):
             if whole not in seen and not _ends_training(whole, code):
                 seen.add(whole)
                 yield RULE.at(code.script.place(node), message)
 
 
-def _syncs_in(region: Region, code: SourceFile) -> Iterator[tuple[ast.AST, ast.AST, str]]:
+def _syncs_in(region: Region, code: SourceFile, *, reads_scale: bool) -> Iterator[tuple[ast.AST, ast.AST, str]]:
     """Yield what syncs in every step of a region, with what it is reported for once, and the message."""
     steps = [event for event in region.events if event.kind in STEP]
     asked = {guard for event in steps for guard in event.context.guards}
     frames = {frame for event in steps for frame in event.frame.callers()}
     for event in steps:
-        guard = next(iter(region.own_guards(event)), None)  # the test that each step is under
-        if guard is not None and guard.test is not None and event.frame.outline is code.outline:
-            for node in _comprehensions_that_sync(guard.test, event.frame):
+        for guard in region.own_guards(event):  # the tests that each step is under
+            if event.frame.outline is not code.outline or LOOKS_CLOSER.search(guard_source(guard)):
+                break
+            for node in _comprehensions_that_sync(guard.test, event.frame) if guard.test is not None else ():
                 yield node, node, FOR_EACH
     for site in region.trace.statements_in(region.loop):
         context = site.context
@@ -100,7 +111,7 @@ def _syncs_in(region: Region, code: SourceFile) -> Iterator[tuple[ast.AST, ast.A
         if inside and context.frame.outline is code.outline:
             guards = [guard for guard in context.guards if guard not in asked]  # beyond those of the step itself
             yield from _for_each_parameter(site, region, guards)
-            yield from _logged_scale(site, guards)
+            yield from _logged_scale(site, guards) if reads_scale else ()
     for node in _in_own_clips(region, code, asked):
         yield node, node, FOR_EACH
 
@@ -211,6 +222,8 @@ def _reads_each_parameter(node: ast.AST, loop: ast.For | ast.comprehension, is_t
             parts = list(walk(func.value))
         elif call.args and (last_name(func) in ASKS_EACH if is_test else dotted_text(func) == "float"):
             parts = list(walk(call.args[0]))
+        elif is_test and isinstance(func, ast.Attribute) and func.attr in ASKS_ITSELF:
+            parts = list(walk(func.value))
         else:
             continue
         used = {part.id for part in parts if isinstance(part, ast.Name)}
@@ -234,23 +247,56 @@ def _tensors_made_in(loop: ast.For) -> list[tuple[str, ast.expr]]:
 
 
 def _logged_scale(site: CodeSite, guards: list[BranchGuard]) -> Iterator[tuple[ast.AST, ast.AST, str]]:
-    """Yield ``scaler.get_scale()`` in the arguments of a logging call."""
-    if not isinstance(site.node, ast.Expr) or not isinstance(site.node.value, ast.Call):
+    """Yield ``scaler.get_scale()`` in the arguments of a logging call, or in the value of a name for the log alone."""
+    statement, frame = site.node, site.context.frame
+    reads = [part for part in walk(statement) if isinstance(part, ast.Call) and _reads_scale(part, frame)]
+    if not reads or not all(FOR_THE_WHOLE_RUN.search(guard_source(one)) and "%" not in one.text for one in guards):
         return
-    if not all(FOR_THE_WHOLE_RUN.search(guard_source(guard)) and "%" not in guard.text for guard in guards):
-        return
-    func = site.node.value.func
-    name = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
-    if not LOGS.match(name):
-        return
-    nodes = list(walk(site.node))
-    if any(isinstance(node, ast.Call) and last_name(node.func) == "item" and not node.args for node in nodes):
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        logging = _uses_in_logs(statement.targets[0].id, frame)
+    else:
+        logging = [statement] if _logs(statement) else []
+    nodes = [node for each in (statement, *logging) for node in walk(each)]
+    if not logging or any(isinstance(node, ast.Call) and method_called(node) == "item" for node in nodes):
         return  # the loss beside it has synced already
-    in_tests = [inner for node in nodes if isinstance(node, ast.Compare | ast.IfExp) for inner in walk(node)]
-    for node in nodes:
-        asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get_scale"
-        if asks and node not in in_tests and site.context.frame.role(node.func.value) == SCALER:  # type: ignore[attr-defined]
-            yield node, node, FOR_THE_LOG
+    # In a test, or as a divisor of gradients, the scale is not what is logged.
+    computed = [node for node in nodes if isinstance(node, ast.Compare | ast.IfExp | ast.BinOp)]
+    names = {dotted_text(statement.targets[0])} if isinstance(statement, ast.Assign) else set()
+    inside = [inner for node in computed for inner in walk(node)]
+    if names.isdisjoint({dotted_text(inner) for inner in inside} - {None}):
+        yield from ((read, read, FOR_THE_LOG) for read in reads if read not in inside)
+
+
+def _logs(statement: ast.AST) -> bool:
+    """Whether a statement is a call that only logs: ``writer.add_scalar(...)``, ``metric_logger.update(...)``."""
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return False
+    func = statement.value.func
+    name = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+    updates = name == "update" and isinstance(func, ast.Attribute) and LOGGER.search(last_name(func.value))
+    return bool(LOGS.match(name) or updates)
+
+
+def _uses_in_logs(name: str, frame: Frame) -> list[ast.AST]:
+    """Return the statements that log a name; none if it has any other use."""
+    script = frame.outline.script
+    uses = [part for part in walk(frame.function.node) if isinstance(part, ast.Name) and part.id == name]
+    statements = [script.statement(use) for use in uses if isinstance(use.ctx, ast.Load)]
+    return [*statements] if all(_logs(each) for each in statements) else []
+
+
+def _reads_scale(call: ast.Call, frame: Frame) -> bool:
+    """Whether a call copies the scale from the GPU: ``scaler.get_scale()``, ``scaler.state_dict()["scale"]``."""
+    func = call.func
+    if not isinstance(func, ast.Attribute) or func.attr not in ("get_scale", "state_dict"):
+        return False
+    above = frame.outline.script.parents.get(call)
+    key: ast.AST | None = above.slice if isinstance(above, ast.Subscript) else None
+    user = frame.outline.script.parents.get(above) if isinstance(above, ast.Attribute) and above.attr == "get" else None
+    if isinstance(user, ast.Call) and user.args:
+        key = user.args[0]
+    is_asked = func.attr == "get_scale" or (isinstance(key, ast.Constant) and key.value == "scale")
+    return is_asked and frame.role(func.value) == SCALER
 
 
 def check_time(use: TimeUse) -> Findings:
