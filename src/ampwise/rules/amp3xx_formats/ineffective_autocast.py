@@ -27,7 +27,7 @@ from ampwise.check.source.precision import NO_CONTEXT, argument_of, autocast_of,
 from ampwise.check.source.questions import guard_source
 from ampwise.check.source.scalers import scalers_made
 from ampwise.check.source.tensor_dtypes import KEEPS, TAKES_HALF, TAKES_SINGLE
-from ampwise.check.source.torch_names import AUTOCASTS, BF16, DTYPES, FP16, FP32, GRAD_SCALERS, MODEL_NAME
+from ampwise.check.source.torch_names import AUTOCASTS, BF16, DTYPES, FP16, FP32, GRAD_SCALERS, MODEL_NAME, SPELLINGS
 from ampwise.check.source.tree_walk import walk
 from ampwise.finding import Findings, Rule, Severity
 
@@ -86,6 +86,7 @@ OTHERWISE = LazyPattern(
 )
 # Anything that may be in half, or ask a model for it.
 HALF = LazyPattern(r"autocast|mixed_?precision|half|(float|fp|bf)_?16|deepspeed|apex|fabric", re.I)
+OF_TORCH = LazyPattern(r"^\s*from torch[\w.]* import .*$", re.MULTILINE)
 TOLD = LazyPattern(r"(^|_)(fp16|amp|half|autocast|mixed_precision)($|_)")
 ASKS = LazyPattern(r"^(use_|enable_|with_|is_)?(amp|autocast|mixed_precision)(_enabled)?$|^use_(fp16|bf16)$")
 GENERATOR = LazyPattern(r"[._:](g|gen|generator|net_?g|g_?net)(_?(model|net|ddp))?$|generator$", re.I)
@@ -126,7 +127,7 @@ def check_source(code: SourceFile) -> Findings:
         *_only_the_loss(code),
     ]
     found += [*_beside_autocast(code), *_on_another_device(code), *_generator_outside(code)]
-    found += [*_without_autocast(code), *_off_when_scaled(code)]
+    found += [*_without_autocast(code), *_off_when_scaled(code), *_never_chosen(code)]
     for node, message in found:
         if node not in reported:
             reported.add(node)
@@ -437,7 +438,11 @@ def _without_autocast(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
     A model that gets the option, by ``args.mixed_precision`` or ``model(x, use_amp=True)``, may autocast by itself.
     """
     asked = (TOLD.search(word.arg or "") for call in code.nodes(ast.Call) for word in call.keywords)
-    if code.uses_framework or HALF.search(code.script.text) or any(asked):
+    names = [*code.nodes(ast.Name), *code.nodes(ast.Attribute)]
+    is_entered = any(code.outline.imports.qualified(node) in AUTOCASTS for node in names)
+    # An import that nothing uses was meant to be used.
+    text = code.script.text if is_entered else OF_TORCH.compiled.sub("", code.script.text)
+    if code.uses_framework or HALF.search(text) or any(asked):
         return
     if any(HALF.search(code.project.text(path) or "") for path in code.project.taken_by(code.path)):
         return
@@ -446,6 +451,20 @@ def _without_autocast(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
     if any(event.frame.outline is code.outline for event in forwards):
         for made in scalers_made(code):
             yield made.node, "this scaler scales the loss, but nothing here is under autocast: this trains in FP32"
+
+
+def _never_chosen(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
+    """Yield tests that compare a dtype with the name of one, as ``dtype == "fp16"``: the choice is never made."""
+    for test in code.nodes(ast.Compare):
+        other = test.comparators[0]
+        is_name = isinstance(other, ast.Constant) and str(other.value).lower() in SPELLINGS
+        if len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq) or not is_name:
+            continue
+        held = code.frame(code.function_at(test)).values(test.left)
+        dtypes = [value.node is not None and code.outline.imports.qualified(value.node) in DTYPES for value in held]
+        if dtypes and all(dtypes):
+            name, text = ast.unparse(test.left), ast.unparse(other)
+            yield test, f"`{name}` is a torch.dtype and never equals {text}: this precision is never chosen"
 
 
 def _is_another_branch(forward: SourceEvent, other: SourceEvent) -> bool:
