@@ -40,6 +40,20 @@ def test_an_argument_that_is_not_a_function_is_refused():
         ampwise.trace(torch.ones(2))
 
 
+def test_a_step_that_is_bad_with_other_random_numbers_alone():
+    weight = torch.full((64,), 0.5, requires_grad=True)
+
+    def sampled(chance):
+        return (weight * (1 if torch.rand(()).item() > chance else -1)).log().mean()
+
+    torch.manual_seed(0)  # the next number is 0.4963
+    before = torch.get_rng_state()
+    (finding,) = ampwise.trace(sampled, 0.45)
+    assert finding.message.endswith("all 64 arguments are below 0")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert ampwise.trace(sampled, -1.0) == []
+
+
 def test_a_function_without_tensors_or_loss():
     for function, given in (
         (lambda: None, ()),

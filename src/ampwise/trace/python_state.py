@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ampwise.trace.call_site import code_owner
 
-__all__ = ["PythonState", "attributes_restored", "generator_restorer", "muted_output"]
+__all__ = ["PythonState", "attributes_restored", "generator_restorer", "muted_output", "random_position"]
 
 # FSDP swaps gathered weights in and out of it, and keeps track of that itself.
 SKIPPED_ATTRIBUTE = "_parameters"
@@ -232,3 +232,12 @@ class _MutedStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def random_position() -> tuple[Any, ...]:
+    """Return what changes when random numbers are drawn, without a sync."""
+    state = torch.default_generator.get_state()
+    offsets: list[int] = []
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        offsets = [each.get_offset() for each in torch.cuda.default_generators]
+    return (state.numpy().tobytes(), *offsets)

@@ -20,10 +20,13 @@ from ampwise.trace.diagnosis import (
     swallowed_infinities,
 )
 from ampwise.trace.module_paths import current_autocast
+from ampwise.trace.python_state import random_position
 from ampwise.trace.replay import Replay, ReplaySettings, ReplayStep, tensors_of
 from ampwise.trace.sample_draws import with_origin_in_loader
 
 __all__ = ["trace"]
+
+MOST_DRAWS = 8  # runs with other random numbers
 
 
 def trace(function: Callable[..., Any], /, *args: Any, swallowed: bool = False, **kwargs: Any) -> list[Finding]:
@@ -34,6 +37,10 @@ def trace(function: Callable[..., Any], /, *args: Any, swallowed: bool = False, 
 
     If a value is not finite, the function is run a few more times, to inspect the operation and to try fixes. Weights,
     buffers, gradients, arguments and random state are restored.
+
+    Call it before the optimizer's step, which would change the weights. A function that draws random numbers, as for
+    dropout, draws those that come next: call ``torch.set_rng_state`` first with the state of before the bad step. While
+    it is finite, it is run a few more times with others.
 
     Args:
         function: returns the loss.
@@ -57,10 +64,16 @@ def trace(function: Callable[..., Any], /, *args: Any, swallowed: bool = False, 
             f"trace() expects a function and its arguments, trace(loss_fn, x, y); got {type(function).__name__}."
         )
     returned: type = NoneType  # the type of the last run's result
+    seed: int | None = None  # of the random numbers of further runs
+    draws = False
 
     def run(settings: ReplaySettings) -> Any:
-        nonlocal returned
+        nonlocal returned, draws
+        if seed is not None:
+            torch.manual_seed(seed)
+        before = random_position()
         result = function(*args, **kwargs)
+        draws = random_position() != before
         returned = type(result)
         found = list(tensors_of(result))
         loss = next((each for each in found if each.numel() == 1 and each.is_floating_point()), None)
@@ -94,6 +107,10 @@ def trace(function: Callable[..., Any], /, *args: Any, swallowed: bool = False, 
     with torch.enable_grad(), Replay(subject) as replay:
         taped = replay.taped(ReplaySettings(only_if_finite=True))
         failure = diagnose_recorded(replay, taped) or spoiled_weights(replay, taped)
+        for seed in range(MOST_DRAWS if draws and failure is None else 0):  # noqa: B007 (read by run)
+            taped = replay.taped(ReplaySettings(only_if_finite=True))
+            if (failure := diagnose_recorded(replay, taped)) is not None:
+                break
         if failure is not None:
             return findings_about(with_origin_in_loader(failure, batch))
         ops = taped.tape.ops

@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn import functional
 
@@ -17,22 +16,13 @@ from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import code_owner
 from ampwise.trace.names_in_code import call_name
 
-__all__ = ["functional_dropout", "random_position"]
+__all__ = ["functional_dropout"]
 
 NAMES = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 MODULES = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout")
 WITH_TRAINING = 3  # positional arguments
 ATTENTION = "scaled_dot_product_attention"
 DROPOUT_P = 4  # its position among the arguments of attention
-
-
-def random_position() -> tuple[Any, ...]:
-    """Return what changes when random numbers are drawn, without a sync."""
-    state = torch.default_generator.get_state()
-    offsets: list[int] = []
-    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-        offsets = [each.get_offset() for each in torch.cuda.default_generators]
-    return (state.numpy().tobytes(), *offsets)
 
 
 def functional_dropout(model: nn.Module) -> Iterator[tuple[CallSite, str]]:

@@ -20,7 +20,8 @@ from torch.utils.data.sampler import SequentialSampler
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site, own_files, says
 from ampwise.trace.names_in_code import call_name, free_names, nodes_of, tree_of
-from ampwise.watch.always_dropped import functional_dropout, random_position
+from ampwise.trace.python_state import random_position
+from ampwise.watch.always_dropped import functional_dropout
 from ampwise.watch.inspection import HALVES, inner_model, parameters_of, tensors_in, unwrapped
 from ampwise.watch.learning import CountedCalls, Learning, LoaderUse, ModelModes, ScheduleUse
 from ampwise.watch.tracked import TrackedOptimizer

@@ -59,7 +59,7 @@ MESSAGES = {
         f"FP32 ends at 3.4e+38; it received input (FP16 8×16, -3.25 to 100); inf here → {END}"
     ),
     "outside-domain": (
-        "the logarithm (log) of `blocks.3.fc` (Linear) gives -inf in FP16: 3 of 128 arguments are 0 or below; 1e-08 "
+        "the logarithm (log) of `blocks.3.fc` (Linear) gives -inf in FP16: 3 of 128 arguments are 0; 1e-08 "
         f"is 0 in FP16; it received input (FP16 8×16, 0 to 1, 3 zeros); -inf here → {END}"
     ),
     "division-by-zero": (
@@ -106,7 +106,7 @@ MESSAGES = {
         f"inf); NaN here → {END}"
     ),
     "unstable-loss": (
-        "in the loss, the logarithm (log) gives -inf in FP16: 1 of 16 arguments is 0 or below; it received input "
+        "in the loss, the logarithm (log) gives -inf in FP16: 1 of 16 arguments is below 0; it received input "
         f"(FP16 16, -3.25 to 250); -inf here → {END}"
     ),
     "kernel-fault": (

@@ -45,9 +45,10 @@ FAMILY_NOUNS = {
     "root": "square root",
     "matrix": "matmul",
 }
+ZERO_OR_BELOW = "0 or below"
 # Arguments for which an operation is not finite, as the end of "3 of 128 arguments are ...".
 DOMAINS = {
-    **dict.fromkeys(("log", "log2", "log10", "xlogy", "rsqrt"), "0 or below"),
+    **dict.fromkeys(("log", "log2", "log10", "xlogy", "rsqrt"), ZERO_OR_BELOW),
     **dict.fromkeys(("log1p", "special_xlog1py"), "-1 or below"),
     **dict.fromkeys(("logit", "special_ndtri"), "not between 0 and 1"),
     **dict.fromkeys(("lgamma", "digamma", "polygamma"), "0 or a negative whole number"),
@@ -242,6 +243,8 @@ def domain_text(origin: Origin) -> str:
     if not origin.outside_domain:
         return f"an argument is {where}"
     census = origin.inputs[-1 if origin.name in SECOND else 0].census if origin.inputs else None
+    if where == ZERO_OR_BELOW and census is not None:  # a zero has often underflowed, a negative number has not
+        where = "below 0" if not census.zeros else "0" if census.zeros == origin.outside_domain else where
     return f"{counted_text(origin.outside_domain, None if census is None else census.count, 'argument')} {where}"
 
 
