@@ -2211,6 +2211,52 @@ FINE = {
             (F.cross_entropy(model(x), y) + 0.1 * guess.entropy().mean()).backward()
             optimizer.step()
     """,
+    "parts that evaluate as they do in training, in a model whose mode is set": """
+        class Frozen(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.lift, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
+
+            def train(self, mode=True):
+                super().train(mode)
+                self.norm.eval()
+                return self
+
+            def forward(self, x):
+                return self.norm(self.lift(x)).relu()
+
+        body, head = Frozen(), nn.Linear(16, 4)
+        train(nn.Sequential(body.train(), head), SGD([*body.parameters(), *head.parameters()], lr=0.1))
+        optimizer = SGD(head.parameters(), lr=0.1)
+        for _ in range(20):
+            for _ in range(4):
+                inputs, labels = batch()
+                with torch.no_grad():
+                    h = body(inputs)
+            optimizer.zero_grad()
+            F.cross_entropy(head(h), labels).backward()
+            optimizer.step()
+    """,
+    "parts that train in a model in evaluation mode": """
+        class Still(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.lift, self.drop = nn.Linear(8, 4), nn.Dropout(0.5)
+
+            def train(self, mode=True):
+                self.lift.train(mode)
+                self.drop.train(mode)
+                return self
+
+            def forward(self, x):
+                return self.drop(self.lift(x))
+
+        model = Still()
+        nn.Module.eval(model)
+        model.training = False
+        model.drop.training = True
+        train(model, SGD(model.parameters(), lr=0.1))
+    """,
     "two optimizers that take turns": """
         model = mlp()
         first, second = SGD(model.parameters(), lr=0.1), Adam(model.parameters())

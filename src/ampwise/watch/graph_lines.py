@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import code_owner
 
-__all__ = ["GraphLines", "graph_nodes", "line_of", "watch_for_zeros"]
+__all__ = ["GraphLines", "call_before", "graph_nodes", "is_of_torch", "line_of", "watch_for_zeros"]
 
 MOST_REQUESTS = 6
 PASSES = 3  # backward passes until torch stops noting lines, whether one was found or not
@@ -57,11 +57,27 @@ class GraphLines:
 
 def line_of(node: Any) -> CallSite | None:
     """Return the script's line that ran the operation of a node; None if it was not noted."""
+    return next(lines_of(node), None)
+
+
+def lines_of(node: Any) -> Iterator[CallSite]:
+    """Yield the script's line that ran the operation of a node, and then those that called its function, if noted."""
     for text in reversed(node.metadata.get(NOTED) or ()):
         frame = FRAME.search(text)
         if frame is not None and code_owner(frame[1]) == "own":
-            return CallSite(file=frame[1], line=int(frame[2]), function=frame[3])
-    return None
+            yield CallSite(file=frame[1], line=int(frame[2]), function=frame[3])
+
+
+def is_of_torch(node: Any) -> bool:
+    """Whether torch's own code ran the operation of a node, as far as that was noted."""
+    frame = FRAME.search(next(reversed(node.metadata.get(NOTED) or ("",))))
+    return frame is not None and code_owner(frame[1]) == "passed"
+
+
+def call_before(node: Any, other: Any) -> CallSite | None:
+    """Return the line that ran the operation of a node, in the innermost function that has run another one, too."""
+    ways = zip(reversed([*lines_of(node)]), reversed([*lines_of(other)]), strict=False)  # from the outermost call on
+    return next((line for line, beside in ways if line != beside), None)
 
 
 def watch_for_zeros(loss: Tensor, found: Callable[[CallSite], None]) -> None:

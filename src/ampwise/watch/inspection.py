@@ -46,6 +46,7 @@ __all__ = [
     "probed_parameters",
     "read_losses",
     "saved_tensor",
+    "saved_tensors",
     "stage_of",
     "states_in",
     "tensors_in",
@@ -388,6 +389,26 @@ def saved_tensor(node: Any, name: str) -> Tensor | None:
         getattr(node, f"_raw_saved_{name}").register_hooks(see, lambda each: each)
     node.metadata[key] = seen[0] if seen else None
     return cast("Tensor | None", node.metadata[key])
+
+
+def saved_tensors(node: Any, name: str) -> list[Tensor]:
+    """Return the tensors that an operation has saved in a list, without unpacking them, as ``saved_tensor`` does.
+
+    Empty where that is not possible.
+    """
+    key = f"ampwise saved {name}"
+    if key not in node.metadata:
+        seen: list[Tensor] = []
+
+        def see(tensor: Tensor) -> Tensor:
+            seen.append(tensor.detach())
+            return tensor
+
+        with contextlib.suppress(RuntimeError, AttributeError):
+            for each in getattr(node, f"_raw_saved_{name}"):
+                each.register_hooks(see, lambda kept: kept)
+        node.metadata[key] = seen
+    return cast("list[Tensor]", node.metadata[key])
 
 
 def leaves_of(roots: Iterable[Tensor]) -> set[int] | None:

@@ -290,6 +290,9 @@ class Learning:
     flat_penalties: dict[CallSite, CountedCalls] = field(default_factory=dict)  # of gradients without a graph
     scrambled: dict[str, CountedCalls] = field(default_factory=dict)  # views that swap the sizes of axes
     seen_targets: dict[CallSite, CountedCalls] = field(default_factory=dict)  # by what sees later positions
+    copied_targets: dict[CallSite, CountedCalls] = field(default_factory=dict)  # that the model reads in place
+    # Targets and advantages through which gradients flow, by what they are.
+    target_graphs: dict[tuple[CallSite, str], CountedCalls] = field(default_factory=dict)
     maximised: dict[CallSite, CountedCalls] = field(default_factory=dict)  # likelihoods with the wrong sign
     wrong_terms: dict[CallSite, CountedCalls] = field(default_factory=dict)  # terms with the wrong sign
     minimised: int = 0  # with the right one

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
 from ampwise.train.scaler.step_result import AsyncScalars
+from ampwise.watch.crossed_values import CrossedLosses
 from ampwise.watch.cut_terms import Callers, callers_of, note_cut_term
 from ampwise.watch.drawn_samples import DrawnSamples
 from ampwise.watch.graph_cuts import cut_after, cut_before_loss, leads_to
@@ -33,7 +34,6 @@ from ampwise.watch.learning import (
     SharedSteps,
 )
 from ampwise.watch.loss_means import (
-    note_crossed_loss,
     note_diluted_mean,
     note_sign,
     note_sign_of_terms,
@@ -46,6 +46,7 @@ from ampwise.watch.mixed_samples import MixedSamples
 from ampwise.watch.outside_watch import OutsideWatch
 from ampwise.watch.sampled_values import SAMPLED_TENSORS, SampledValues, StepComparison, is_plain
 from ampwise.watch.source_faults import SourceFaults
+from ampwise.watch.target_graphs import note_target_graph
 from ampwise.watch.term_weights import weights_of_terms
 from ampwise.watch.tracked import TrackedOptimizer
 from ampwise.watch.tracker import CallTracker
@@ -109,6 +110,7 @@ class LearningWatch:
         self._cuts = _Cuts()
         self._mixed = MixedSamples(facts, lines)
         self._source = SourceFaults(facts, lines)
+        self._crossed = CrossedLosses(facts, lines)
         self.drawn = DrawnSamples(facts)
         self._flat_sites: dict[CallSite, Callers] = {}  # calls of ``autograd.grad`` without a graph
         # What they are gradients of, with versions, since the last backward pass.
@@ -360,7 +362,8 @@ class LearningWatch:
         note_cut_term(sys._getframe(1), self._facts, self._tracker.steps + 1, flat, self._is_trained_by)
         self._points.clear()
         note_diluted_mean(given[0], self._facts, self._tracker.steps + 1)
-        note_crossed_loss(given[0], self._facts, self._tracker.steps + 1, self.lines)
+        self._crossed.look(given[0], self._tracker.steps + 1, sys._getframe(1))
+        note_target_graph(given[0], self._facts, self._tracker.steps + 1, self.lines)
         note_unreachable_target(given[0], self._facts, self._tracker.steps + 1, self.lines)
         note_wrong_normalisation(given[0], self._facts, self._tracker.steps + 1, self.lines)
         note_sign_of_terms(given[0], self._facts, self._tracker.steps + 1, self.lines)

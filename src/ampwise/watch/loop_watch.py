@@ -47,6 +47,7 @@ class _Modes:
     since_step: set[bool] = field(default_factory=set)
     in_a_row: int = 0  # passes without gradients in training mode
     inputs: set[tuple[float, ...]] = field(default_factory=set)  # values of the inputs of these
+    parts: list[str] = field(default_factory=list)  # classes of modules that acted as in training in these
 
 
 @dataclass(slots=True)
@@ -111,10 +112,12 @@ class LoopWatch:
         elif any(state.steps for state in trains):
             known.in_a_row += 1
             known.inputs.add(tuple([value for each in tensors_in(args) for value in _first_values(each)]))
-            if known.in_a_row >= IN_A_ROW and len(known.inputs) >= IN_A_ROW:
+            if known.in_a_row == IN_A_ROW:  # of the model, the mode may be set alone, and its parts keep theirs
+                known.parts = parts_with_modes(model, training=True)
+            if known.in_a_row >= IN_A_ROW and len(known.inputs) >= IN_A_ROW and known.parts:
                 facts = known.facts
                 if not facts.mistaken:
-                    facts.parts = parts_with_modes(model)
+                    facts.parts = known.parts
                     facts.mistaken_site, facts.mistaken_step = calling_site(), self._tracker.steps
                 facts.mistaken += 1
 
@@ -139,7 +142,7 @@ class LoopWatch:
                 if not facts.in_eval:
                     facts.first_in_eval = state.steps + 1
                     facts.eval_site = None if model is None else self._eval_site(model)
-                    facts.parts = [] if model is None else parts_with_modes(model)
+                    facts.parts = [] if model is None else parts_with_modes(model, training=False)
                 facts.in_eval += 1
             known.since_step = set()
 
@@ -366,10 +369,10 @@ def _first_values(tensor: Tensor) -> list[float]:
     return values
 
 
-def parts_with_modes(model: nn.Module) -> list[str]:
-    """Return the classes of a model's modules that act otherwise in evaluation mode."""
+def parts_with_modes(model: nn.Module, *, training: bool) -> list[str]:
+    """Return the classes of a model's modules that act otherwise in the other mode. training: the mode they are in."""
     found: dict[str, None] = {}
-    for module in model.modules():
+    for module in (each for each in model.modules() if each.training == training):
         name, rate = type(module).__name__, None
         if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
             rate = module.dropout

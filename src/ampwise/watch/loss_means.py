@@ -1,4 +1,4 @@
-"""Losses over the wrong values, read from their graph: over ignored positions, all pairs, or normalised outputs."""
+"""Losses over the wrong values, read from their graph: over ignored positions, or normalised outputs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from ampwise.trace.names_in_code import FUNCTIONS, bound_names, call_name, free_
 from ampwise.watch.graph_lines import GraphLines, line_of
 from ampwise.watch.inspection import ARITHMETIC, AVERAGING, MOVING, saved_tensor
 from ampwise.watch.learning import CountedCalls, DilutedMean, Learning
+from ampwise.watch.sample_axis import shape_of
 from ampwise.watch.term_signs import wrong_sign
 
 __all__ = [
-    "note_crossed_loss",
+    "assignment_of_loss",
     "note_diluted_mean",
     "note_sign",
     "note_sign_of_terms",
     "note_unreachable_target",
     "note_wrong_normalisation",
+    "terms_of",
 ]
 
 LONGEST = 16  # nodes
@@ -69,22 +71,7 @@ def note_diluted_mean(loss: Tensor, facts: Learning, step: int) -> None:
         mean.times += 1
 
 
-def note_crossed_loss(loss: Tensor, facts: Learning, step: int, lines: GraphLines) -> None:
-    """Note a loss that is the mean over all pairs of a prediction and a target, (n, 1) against (n), or has such a term.
-
-    All ways from the term back lead to the difference of the two; what the prediction is compared with is constant.
-    """
-    for term in _terms(loss.grad_fn):
-        found = _crossing(term)
-        if found is not None:
-            node, given, made = found
-            other = (made[0], 1) if len(given) == 1 else made[:1]
-            what = f"{given} and {other} to {made}".replace(",)", ")")
-            _count(facts.crossed, _assignment_of_loss(calling_site()), node, lines, CountedCalls(step=step, what=what))
-            return
-
-
-def _terms(node: Any) -> Iterator[Any]:
+def terms_of(node: Any) -> Iterator[Any]:
     """Yield the nodes of a sum of losses, or of the only one."""
     pending = [node]
     for _ in range(LONGEST):
@@ -92,49 +79,10 @@ def _terms(node: Any) -> Iterator[Any]:
         if each is None:
             return
         before = [one for one, _ in each.next_functions if one is not None]
-        if each.name().startswith((*SCALING, *MOVING)) and _shape(each, 0) == ():
+        if each.name().startswith((*SCALING, *MOVING)) and shape_of(each, 0) == ():
             pending += before
         else:
             yield each
-
-
-def _crossing(term: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]] | None:
-    """Return the node in which a term of the loss crosses predictions and targets, with the shapes before and after.
-
-    What has one value for each prediction, as a predicted variance has, may be beside it.
-    """
-    pending: list[tuple[Any, Any]] = [(term, None)]  # with the loss function, whose inputs are expanded before
-    seen, crossed = set[Any](), dict[Any, tuple[tuple[int, ...], tuple[int, ...]]]()
-    beside = set[tuple[int, ...]]()  # shapes
-    while pending and len(seen) < 2 * LONGEST:
-        node, compares = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        before = [each for each in node.next_functions if each[0] is not None]
-        made, given = _shape(node, 0), _shape(*before[0]) if len(before) == 1 else None
-        is_square = made is not None and len(made) == 2 and made[0] == made[1] > 1
-        if is_square and given in ((made[0], 1), (made[0],)):  # type: ignore[index]
-            target = saved_tensor(compares, "target")
-            is_sub = node.name().startswith("Sub")
-            if not is_sub and (target is None or target.shape != made or 0 not in target.stride()):
-                return None
-            crossed[node] = (given, made)  # type: ignore[assignment]
-            continue
-        if node.name().startswith(COMPARING):
-            compares = node
-        elif not before or not node.name().startswith((*ARITHMETIC, *MOVING, *AVERAGING, *BENDING)):
-            return None
-        for each, number in before:
-            shape = _shape(each, number)
-            if is_square and len(before) > 1 and shape in ((made[0], 1), (made[0],)):  # type: ignore[index]
-                beside.add(shape)
-            else:
-                pending.append((each, compares))
-    if pending or len(crossed) != 1:
-        return None
-    node, shapes = crossed.popitem()
-    return None if beside - {shapes[0]} else (node, *shapes)
 
 
 def _count(
@@ -176,7 +124,7 @@ def note_wrong_normalisation(loss: Tensor, facts: Learning, step: int, lines: Gr
             only = None if takes_logarithms else _only_call_of(what)
             first = CountedCalls(step=step, what=what, at=only)
             known, at = (facts.unlogged, node) if takes_logarithms else (facts.normalised, given)
-            _count(known, only or _assignment_of_loss(calling_site()), at, lines, first)
+            _count(known, only or assignment_of_loss(calling_site()), at, lines, first)
             return
         if name.startswith((*ARITHMETIC, *MOVING, *AVERAGING, *LOGARITHMS, "SumBackward")):
             pending += [each for each, _ in node.next_functions if each is not None]
@@ -205,7 +153,7 @@ def note_sign(loss: Tensor, facts: Learning, step: int) -> None:
         facts.minimised += 1
         return
     what = "the mean of log-probabilities, without a minus" if is_picked else "a negative cross entropy"
-    site = _assignment_of_loss(calling_site())
+    site = assignment_of_loss(calling_site())
     facts.maximised.setdefault(site, CountedCalls(step=step, what=what)).times += 1
 
 
@@ -214,7 +162,7 @@ def note_sign_of_terms(loss: Tensor, facts: Learning, step: int, lines: GraphLin
     found = wrong_sign(loss.grad_fn)
     if found is not None:
         node, what = found
-        _count(facts.wrong_terms, _assignment_of_loss(calling_site()), node, lines, CountedCalls(step=step, what=what))
+        _count(facts.wrong_terms, assignment_of_loss(calling_site()), node, lines, CountedCalls(step=step, what=what))
 
 
 def _is_log_softmax(node: Any) -> bool:
@@ -225,7 +173,7 @@ def _is_log_softmax(node: Any) -> bool:
 
 def note_unreachable_target(loss: Tensor, facts: Learning, step: int, lines: GraphLines) -> None:
     """Note a loss many of whose targets are outside of what the last activation gives, or the loss itself takes."""
-    for term in _terms(loss.grad_fn):
+    for term in terms_of(loss.grad_fn):
         node = term
         for _ in range(LONGEST):
             before = [each for each, _ in node.next_functions if each is not None]
@@ -234,7 +182,7 @@ def note_unreachable_target(loss: Tensor, facts: Learning, step: int, lines: Gra
             node = before[0] if node.name().startswith((*ARITHMETIC, *MOVING, *AVERAGING)) else node
         found = _out_of_reach(node)
         if found:
-            site = _assignment_of_loss(calling_site())
+            site = assignment_of_loss(calling_site())
             _count(facts.unreachable, site, node, lines, CountedCalls(step=step, what=found))
             return
 
@@ -286,10 +234,10 @@ def _product_in_divergence(node: Any) -> Any:
     given = node.next_functions
     if not node.name().startswith("SubBackward") or len(given) != 2 or given[0][0] is not None or given[1][0] is None:
         return None
-    product, shape = given[1][0], _shape(node, 0)
+    product, shape = given[1][0], shape_of(node, 0)
     is_product = product.name().startswith("MulBackward") and product.next_functions[0][0] is None and bool(shape)
     softmax = product.next_functions[-1][0] if is_product else None
-    if softmax is None or not softmax.name().startswith("SoftmaxBackward") or _shape(softmax, 0) != shape:
+    if softmax is None or not softmax.name().startswith("SoftmaxBackward") or shape_of(softmax, 0) != shape:
         return None
     return _OnlyInput(softmax)
 
@@ -322,13 +270,7 @@ def _only_call_of(name: str) -> CallSite | None:
     return None
 
 
-def _shape(node: Any, number: int) -> tuple[int, ...] | None:
-    """Return the shape of one of the results of a node's forward operation; None where it is not known."""
-    metadata = getattr(node, "_input_metadata", None)
-    return tuple(metadata[number].shape) if metadata else None
-
-
-def _assignment_of_loss(backward: CallSite) -> CallSite:
+def assignment_of_loss(backward: CallSite) -> CallSite:
     """Return the line that assigned what is called ``backward`` on: the last one before it in the same function."""
     tree = None if backward.file is None or backward.line is None else tree_of(backward.file)
     if tree is None or backward.line is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +11,13 @@ from torch import Tensor
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site, own_files, says
 from ampwise.trace.names_in_code import call_name, nodes_of
-from ampwise.watch.graph_lines import GraphLines, line_of
+from ampwise.watch.copied_targets import copied_targets
+from ampwise.watch.graph_lines import GraphLines, call_before, is_of_torch, line_of
 from ampwise.watch.inspection import ARITHMETIC, AVERAGING, MOVING, saved_tensor
 from ampwise.watch.learning import CountedCalls, Learning
 from ampwise.watch.sample_axis import Along, operations_along, shape_of, signed
 from ampwise.watch.seen_targets import attention_on_targets
+from ampwise.watch.swapped_views import swapping_views
 
 __all__ = ["MixedSamples"]
 
@@ -29,10 +30,6 @@ RECURRENT = ("MkldnnRnnLayerBackward", "CudnnRnnBackward", "MiopenRnnBackward")
 ATTENTION = ("ScaledDotProduct", "SafeSoftmax")  # the second one without a kernel that does all
 RNNS = ("LSTM", "GRU", "RNN")
 ATTENTIONS = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer", "Transformer")
-VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward")
-LAYERS = tuple(f"{kind}Backward" for kind in ("Embedding", "Convolution", "NativeLayerNorm", "NativeBatchNorm"))
-CHANNELS_FIRST = ("ConvolutionBackward", "NativeBatchNormBackward", "CudnnBatchNormBackward", "Upsample")
-ACTIVATIONS = tuple(f"{kind}Backward" for kind in ("Relu", "Gelu", "Silu", "Tanh", "LeakyRelu", "Mul", "NativeDropout"))
 COMPARING = tuple(
     f"{kind}Backward" for kind in ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropyWithLogits")
 )
@@ -52,12 +49,12 @@ class MixedSamples:
         self._note_labels(loss)
         if self._looked > LOOKED_AT:
             return
-        for node, what in _swapping_views(loss.grad_fn):
+        for node, what in swapping_views(loss):
             known = self._facts.scrambled.setdefault(what, CountedCalls(step=step, what=what))
-            known.times, known.at = known.times + 1, known.at or line_of(node)
+            known.times, known.at = known.times + 1, known.at or (None if is_of_torch(node) else line_of(node))
             if known.at is None:
                 self._lines.request()
-        self._look_for_targets(loss.grad_fn, step)
+        self._look_for_targets(loss, step)
         for node, what in {
             **_after_loss(loss.grad_fn, batches),
             **_after_convolution(loss.grad_fn),
@@ -78,15 +75,23 @@ class MixedSamples:
             first = int(targets[0])
             self._facts.labels.append(first if bool((targets == first).all()) else -1)
 
-    def _look_for_targets(self, loss: Any, step: int) -> None:
-        picks = _picking(loss)
-        found = None if picks is None else attention_on_targets(loss, picks)
+    def _look_for_targets(self, loss: Tensor, step: int) -> None:
+        """Note a model that sees the tokens that it is to predict: the next ones, or those at the same positions."""
+        picks = _picking(loss.grad_fn, ("NllLossBackward", "NllLoss2DBackward"))
+        found = None if picks is None else attention_on_targets(loss.grad_fn, picks)
+        copied = None if picks is None or found is not None else copied_targets(loss, picks)
         if found is not None:
-            node, what = found
-            known = self._facts.seen_targets.setdefault(calling_site(), CountedCalls(step=step, what=what))
-            known.times, known.at = known.times + 1, known.at or line_of(node)
-            if known.at is None:
-                self._lines.request()
+            (node, what), every = found, self._facts.seen_targets
+            line = line_of(node)
+        elif copied is not None:
+            what, every = copied.what, self._facts.copied_targets
+            line = call_before(copied.embedding, picks) if what == "masked" else line_of(picks)
+        else:
+            return
+        known = every.setdefault(calling_site(), CountedCalls(step=step, what=what))
+        known.times, known.at = known.times + 1, known.at or line
+        if known.at is None:
+            self._lines.request()
 
 
 def _after_loss(node: Any, batches: set[int]) -> dict[Any, str]:
@@ -158,79 +163,6 @@ def _nodes_before(node: Any) -> Iterator[Any]:
         seen.add(each)
         yield each
         pending += [before for before, _ in each.next_functions]
-
-
-def _swapping_views(node: Any) -> Iterator[tuple[Any, str]]:
-    """Yield views that swap the sizes of axes of what a layer has made, and what they do.
-
-    Also those that join the last states of an RNN's layers and directions, which come first, and not those of a sample,
-    and those that take neighbours for the channels.
-    """
-    for each in _nodes_before(node):
-        if not each.name().startswith(VIEWS):
-            continue
-        given, number = each.next_functions[0]
-        shape, before = shape_of(each, 0), None if given is None else shape_of(given, number)
-        if shape is None or before is None:
-            continue
-        shapes = f"from {tuple(before)} to {tuple(shape)}"
-        if len(shape) == 2 and len(before) == 3 and _joins_states(given, number, before, shape):
-            yield each, f"{shapes}: a row has states of several samples, as the first axis is that of the layers"
-        if _spreads_channels(given, before, shape):
-            size = shape[1]
-            yield each, f"{shapes}: a row gets {size} neighbours along the last axis, not the {size} values of axis 1"
-        if len(shape) != len(before) or sorted(shape) != sorted(before):
-            continue
-        if [size for size in shape if size > 1] != [size for size in before if size > 1] and _is_layer(given):
-            yield each, f"{shapes}: this swaps the sizes, and not the axes"
-
-
-def _joins_states(given: Any, number: int, before: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a view takes states of shape (layers, samples, features) for (samples, layers * features)."""
-    layers, samples, features = before
-    if shape != (samples, layers * features) or layers < 2 or layers == samples or samples < 2:
-        return False
-    while given is not None and given.name().startswith(("SliceBackward", "NativeDropoutBackward")):
-        given, number = given.next_functions[0]
-    if given is None or not given.name().startswith("StackBackward") or signed(given._saved_dim, 3):
-        return given is not None and number == 1 and given.name().startswith(RECURRENT)
-    return any(each.name().startswith(RECURRENT) and of > 0 for each, of in given.next_functions if each is not None)
-
-
-def _spreads_channels(given: Any, before: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a view takes values of shape (samples, channels, ...) for (all positions, channels)."""
-    channels = shape[-1]
-    if len(shape) != 2 or len(before) < 3 or before[1] != channels or channels < 2 or shape[0] == before[0]:
-        return False
-    if channels in (math.prod(before[at:]) for at in range(2, len(before) + 1)):  # or for rows of another axis
-        return False
-    for _ in range(LONGEST):
-        if given is None:
-            return False
-        if given.name().startswith(SOFTMAX):
-            return signed(given._saved_dim, len(before)) == 1
-        if given.name().startswith(CHANNELS_FIRST):
-            return True
-        if not given.name().startswith((*ACTIVATIONS, "AddBackward", "SigmoidBackward")):
-            return False
-        given = next((each for each, _ in given.next_functions if each is not None), None)
-    return False
-
-
-def _is_layer(node: Any) -> bool:
-    """Whether a result is that of a layer, whose axes have a meaning, perhaps after an activation."""
-    for _ in range(LONGEST):
-        if node is None:
-            return False
-        before = [each for each, _ in node.next_functions if each is not None]
-        if node.name().startswith(VIEWS):  # of a linear layer, which has flattened its input
-            return any(each.name().startswith(("AddmmBackward", "MmBackward")) for each in before)
-        if node.name().startswith((*LAYERS, *RECURRENT)):
-            return True
-        if len(before) != 1 or not node.name().startswith(ACTIVATIONS):
-            return False
-        node = before[0]
-    return False
 
 
 def _sequence_along(along: Along) -> str:

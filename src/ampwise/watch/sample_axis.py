@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ampwise.watch.inspection import ARITHMETIC
 
-__all__ = ["Along", "operations_along", "shape_of", "signed"]
+__all__ = ["PER_ELEMENT", "RESHAPING", "Along", "operations_along", "shape_of", "signed"]
 
 MOST_NODES = 400
 UNSIGNED = 2**64
@@ -35,6 +35,8 @@ PER_ELEMENT = (
                 "Rsqrt",
                 "Identity",
             ),
+            # Losses of single values.
+            *("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"),
         )
     ),
 )
@@ -125,9 +127,11 @@ def _axes_before(node: Any, axis: int, shape: tuple[int, ...]) -> list[int | Non
     if name in ("MmBackward", "BmmBackward"):
         rows = len(shape) - 2
         return [axis if axis <= rows else None, axis if axis < rows else None]
+    if name == "GatherBackward":
+        return [axis if axis != signed(node._saved_dim, len(shape)) else None]
     if name in ("CatBackward", "StackBackward"):
         return [axis] * len(given) if name == "CatBackward" and signed(node._saved_dim, len(shape)) != axis else []
-    if name in WITH_BATCH_FIRST:
+    if name in WITH_BATCH_FIRST or (name == "NllLossBackward" and len(shape) == 1):
         return [0 if axis == 0 else None]
     if name in PER_ELEMENT or name.startswith(ARITHMETIC) or name == "ExpandBackward":
         before = [shape_of(*each) if each[0] is not None else None for each in given]

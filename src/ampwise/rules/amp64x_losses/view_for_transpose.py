@@ -16,8 +16,9 @@ RULE = Rule(
         "`x.view(b, d, t)` of a tensor of shape (b, t, d) does not transpose it: the values stay in their order, so "
         "each row of the result has parts of several steps and features. The shapes fit what follows, the loss falls "
         "a little, and the structure of the input is lost. The last states of an RNN, (layers, b, d), are not "
-        "(b, layers * d) either: such a view joins those of different samples. And scores of shape (b, classes, t) are "
-        "not (b * t, classes): `reshape(-1, classes)` takes neighbouring positions for classes."
+        "(b, layers * d) either: such a view joins those of different samples. Heads of attention are split off by "
+        "`view(b, t, heads, d).transpose(1, 2)`, and joined the other way round. And scores of shape (b, classes, t) "
+        "are not (b * t, classes): `reshape(-1, classes)` takes neighbouring positions for classes."
     ),
     fix="Use `transpose(1, 2)` or `permute`; before a `reshape(-1, channels)`, too.",
     bad="h = embedding(tokens)  # (b, t, d)\nconv(h.view(b, d, t))",

@@ -11,10 +11,11 @@ RULE = Rule(
     code="AMP647",
     name="wrong-mask",
     severity=Severity.WARNING,
-    summary="A language model sees the tokens that it is to predict, or a padding mask is inverted.",
+    summary="A model of tokens sees those that it is to predict, or a padding mask is inverted.",
     why=(
         "If the targets are the next tokens, and attention has no causal mask, each position sees its own target: the "
-        "loss falls to almost nothing, and generated text is useless. An RNN in both directions does the same. A "
+        "loss falls to almost nothing, and generated text is useless. An RNN in both directions does the same, and so "
+        "does a model that gets the original tokens instead of the masked ones, or targets that are not shifted. A "
         "`key_padding_mask` of torch is true where a position is left out: `tokens != pad` leaves out the tokens, and "
         "keeps the padding. Judged by the weights or the mask that attention has kept for its backward pass."
     ),
@@ -36,6 +37,18 @@ def check_learning(facts: Learning) -> Findings:
                 (calls.at or site).place.but(step=calls.step),
                 f"the targets are the next tokens, and this {calls.what} lets each position see them",
                 fix="Pass a causal mask, or read the tokens in one direction only.",
+                evidence={"times": calls.times},
+            )
+    for site, calls in facts.copied_targets.items():
+        if calls.times >= TIMES:
+            is_masked = calls.what == "masked"
+            where = "at the positions that the loss counts" if is_masked else "though its attention is causal"
+            yield RULE.at(
+                (calls.at or site).place.but(step=calls.step),
+                f"the targets are the tokens that the model reads at the same positions, {where}: it copies them",
+                fix="Pass the masked tokens to the model, not the original ones."
+                if is_masked
+                else "Shift the targets by one: `logits[:, :-1]` against `tokens[:, 1:]`.",
                 evidence={"times": calls.times},
             )
     for site in facts.inverted_masks:

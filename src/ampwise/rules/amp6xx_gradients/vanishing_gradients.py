@@ -19,6 +19,7 @@ RULE = Rule(
         "median of the first quarter of the layers against that of the last, if each quarter has its part in the fall."
     ),
     fix="Use residual connections or normalisation, an activation that does not saturate, or another initialisation.",
+    consequence_of=("AMP640",),
     bad="layers = [nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(20)]",
     good="layers = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(20)]",
 )
