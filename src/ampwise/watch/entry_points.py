@@ -205,6 +205,7 @@ class EntryPoints:
         with self._guard:
             self._watch.cleaned.forget()
             self._watch.learning.backward_begins(tensors, partly=kwargs.get("inputs") is not None or len(args) > 3)
+        with self._guard:  # of its own: what cannot be looked at must not hide the pass
             backward_pass = self._tracker.backward_begins(tensors, weights)
             if backward_pass is not None:
                 kept = self._watch.backward_begins(sys._getframe(1), backward_pass.loss)

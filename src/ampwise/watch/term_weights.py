@@ -41,7 +41,7 @@ def weights_of_terms(loss: Tensor) -> dict[int, Tensor]:
             if _is_size(node):
                 pending.append((given[0], True))
         elif name.startswith("MulBackward"):
-            if None in given:
+            if len(given) < 2 or None in given:  # one that has no graph may be left out
                 factor = next(
                     (each for kind in ("self", "other") if (each := saved_tensor(node, kind)) is not None), None
                 )
