@@ -1,12 +1,14 @@
 """Where there is no GPU, tests marked ``gpu`` skip and Triton's kernels run in its interpreter."""
 
 import contextlib
+import functools
 import gc
 import importlib.util
 import itertools
 import logging
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,7 +81,47 @@ def pytest_collection():
         return (yield)
     finally:
         gc.freeze()
+        HEAP.modules = len(sys.modules)
+        HEAP.after_a_file()
         gc.enable()
+
+
+CACHE = type(functools.cache(len))  # it has no public name
+
+
+class _Heap:
+    """What the garbage collector looks at in each of its rounds is kept small, in thousands of tests of one process."""
+
+    def __init__(self):
+        self.caches, self.modules = [], 0
+
+    def after_a_test(self):
+        """Forget the last scripts that the linter has read: what it remembers of them holds their syntax trees, which
+        are a million objects after a few hundred tests."""
+        for cache in self.caches:
+            cache.cache_clear()
+
+    def after_a_file(self):
+        """Find the caches of what has been imported. All that a large import makes stays to the end, too."""
+        ours = [vars(module) for name, module in sys.modules.items() if name.startswith("ampwise.check.source")]
+        found = {value for names in ours for value in names.values() if isinstance(value, CACHE)}
+        self.caches = [cache for cache in found if cache.cache_parameters()["maxsize"] is not None]
+        if len(sys.modules) > self.modules + 200:
+            self.modules = len(sys.modules)
+            gc.collect()
+            gc.freeze()
+
+
+HEAP = _Heap()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    result = yield
+    HEAP.after_a_test()
+    if nextitem is None or nextitem.path != item.path:
+        HEAP.after_a_file()
+    return result
 
 
 def pytest_collection_modifyitems(config, items):

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from ampwise.cli import main  # noqa: E402
 from ampwise.tune.init import init as init_module  # noqa: E402
 from ampwise.tune.init.reading import read_training_script  # noqa: E402
+from ampwise.tune.init.rewriting import rewritten  # noqa: E402
 from ampwise.tune.init.trial import try_drafts  # noqa: E402
 from ampwise.tune.init.writing import drafts_of  # noqa: E402
 from ampwise.tune.train_case import load_factory  # noqa: E402
@@ -571,3 +572,13 @@ def test_options_that_a_function_completes(init, tmp_path, capsys):
         assert init(code.replace("        loader =", f"        {statement}\n        loader ="), "-f") == 0
         assert statement in (tmp_path / "ampwise_make.py").read_text()
         sys.modules.pop("train_me", None)
+
+
+def test_what_others_hang_on_the_one_load_of_python_is_not_copied():
+    """As IPython does for its tracebacks: a whole tree, with each name that is copied."""
+    load = ast.parse("a", mode="eval").body.ctx
+    load.parent = ast.parse("b")
+    try:
+        assert rewritten(ast.parse("a + b")).body[0].value.left.ctx is load
+    finally:
+        del load.parent

@@ -10,12 +10,14 @@ from ampwise.trace.names_in_code import DEFINITIONS, call_name, changed_names, r
 
 DEVICE_WORDS = ("device", "gpu", "cuda", "rank", "mps")
 DTYPE_WORDS = ("dtype", "torch.float", "torch.bfloat", "torch.long")
+SHARED = (ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop)
 Node = TypeVar("Node", bound=ast.AST)
 
 
 def rewritten(node: Node) -> Node:
     """A copy of a statement or expression to be put into ``make``; functions and classes stay as they are."""
-    clone = copy.deepcopy(node)
+    # Python has one ``ast.Load`` for all trees. Some libraries hang theirs on it, which would be copied, too.
+    clone = copy.deepcopy(node, {id(each): each for each in ast.walk(node) if isinstance(each, SHARED)})
     if isinstance(clone, DEFINITIONS):
         return clone
     return ast.fix_missing_locations(_Rewrite().visit(clone))  # type: ignore[no-any-return]
