@@ -107,12 +107,14 @@ def trace(function: Callable[..., Any], /, *args: Any, swallowed: bool = False, 
     with torch.enable_grad(), Replay(subject) as replay:
         taped = replay.taped(ReplaySettings(only_if_finite=True))
         failure = diagnose_recorded(replay, taped) or spoiled_weights(replay, taped)
-        for seed in range(MOST_DRAWS if draws and failure is None else 0):  # noqa: B007 (read by run)
-            taped = replay.taped(ReplaySettings(only_if_finite=True))
-            if (failure := diagnose_recorded(replay, taped)) is not None:
+        for other in range(MOST_DRAWS if draws and failure is None else 0):
+            seed = other
+            failure = diagnose_recorded(replay, replay.taped(ReplaySettings(only_if_finite=True)))
+            if failure is not None:
                 break
         if failure is not None:
             return findings_about(with_origin_in_loader(failure, batch))
+        seed = None
         ops = taped.tape.ops
         went_back = taped.ended.gradients or any(op.phase != "forward" for op in ops)
         if not (taped.results or went_back or (returned is NoneType and ops)):  # there was nothing to check

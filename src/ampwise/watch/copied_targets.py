@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampwise.watch.graph_lines import graph_nodes
-from ampwise.watch.inspection import MOVING, saved_tensor, saved_tensors
+from ampwise.watch.inspection import MOVING, RECURRENT, saved_tensor, saved_tensors
 from ampwise.watch.sample_axis import shape_of, signed
 
 __all__ = ["Copied", "copied_targets"]
@@ -26,7 +26,6 @@ LEAST_STEPS = 4
 NONE = 0  # the value of reduction="none" in torch's loss nodes
 SOFTMAX = ("SoftmaxBackward", "SafeSoftmaxBackward")
 KERNELS = ("ScaledDotProduct",)
-RECURRENT = ("MkldnnRnnLayerBackward", "CudnnRnnBackward", "MiopenRnnBackward")
 # What computes each position from the same position: its inputs have the shape of its result, or are views of it.
 SAME = tuple(
     f"{kind}Backward"

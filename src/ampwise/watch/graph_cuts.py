@@ -13,12 +13,12 @@ from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import code_owner, own_files, says
 from ampwise.trace.names_in_code import bound_names, call_name, free_names, functions_of
 from ampwise.watch.cut_terms import MOST_NAMES, Scope, scope_of, value_of
+from ampwise.watch.graph_lines import nodes_before
 
 __all__ = ["cut_after", "cut_before_loss"]
 
 METHODS = ("detach", "detach_", "item", "numpy", "tolist")
 COPIES = ("tensor", "as_tensor", "from_numpy", "Tensor", "FloatTensor")
-MOST_NODES = 20_000
 
 
 def cut_before_loss(frame: FrameType | None, trains: Callable[[Tensor], bool]) -> CallSite | None:
@@ -66,17 +66,8 @@ def _cuts_in(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 def leads_to(node: Any, trains: Callable[[Tensor], bool]) -> bool:
     """Return whether a graph reaches a leaf of which ``trains`` holds."""
-    pending, seen = [node], set[Any]()
-    while pending and len(seen) < MOST_NODES:
-        each = pending.pop()
-        if each is None or each in seen:
-            continue
-        seen.add(each)
-        leaf = getattr(each, "variable", None)
-        if leaf is not None and trains(leaf):
-            return True
-        pending += [before for before, _ in each.next_functions]
-    return False
+    leaves = (getattr(each, "variable", None) for each in nodes_before(node))
+    return any(leaf is not None and trains(leaf) for leaf in leaves)
 
 
 def cut_after(module: str) -> CallSite | None:

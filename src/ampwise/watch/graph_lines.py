@@ -12,7 +12,7 @@ from torch import Tensor
 from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import code_owner
 
-__all__ = ["GraphLines", "call_before", "graph_nodes", "is_of_torch", "line_of", "watch_for_zeros"]
+__all__ = ["GraphLines", "call_before", "graph_nodes", "is_of_torch", "line_of", "nodes_before", "watch_for_zeros"]
 
 MOST_REQUESTS = 6
 PASSES = 3  # backward passes until torch stops noting lines, whether one was found or not
@@ -98,10 +98,15 @@ def watch_for_zeros(loss: Tensor, found: Callable[[CallSite], None]) -> None:
 
 def graph_nodes(loss: Tensor) -> list[Any]:
     """Return the nodes of the graph of a loss, from the loss on; of a large one, the first MOST_NODES."""
-    pending, seen = [loss.grad_fn], dict[Any, None]()
-    while pending and len(seen) < MOST_NODES:
+    return list(nodes_before(loss.grad_fn))
+
+
+def nodes_before(node: Any, most: int = MOST_NODES) -> Iterator[Any]:
+    """Yield a node of a graph, and then those before it; of a large graph, the first ``most``."""
+    pending, seen = [node], set[Any]()
+    while pending and len(seen) < most:
         node = pending.pop()
         if node is not None and node not in seen:
-            seen[node] = None
+            seen.add(node)
+            yield node
             pending += [before for before, _ in node.next_functions]
-    return list(seen)

@@ -23,6 +23,7 @@ __all__ = [
     "HALVES",
     "MOVING",
     "PRECISIONS",
+    "RECURRENT",
     "LossOrigin",
     "WeakStates",
     "autocast_precision",
@@ -286,6 +287,7 @@ AVERAGING = _nodes("Mean")
 ARITHMETIC = _nodes("Mul", "Div", "Add", "Sub", "Neg")
 MOVING = _nodes("ToCopy", "Clone", "View", "Squeeze", "UnsafeView", "Alias", "Reshape", "Unsqueeze")
 REDUCING = _nodes("Mean", "Sum", "Stack", "Cat", "Select", "Index", "Expand", "Permute", "Unbind", "Slice")
+RECURRENT = _nodes("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn")
 PASSED = ARITHMETIC + MOVING
 SEARCHED = ARITHMETIC + MOVING + REDUCING
 

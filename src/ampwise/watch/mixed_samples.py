@@ -12,8 +12,8 @@ from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site, own_files, says
 from ampwise.trace.names_in_code import call_name, nodes_of
 from ampwise.watch.copied_targets import copied_targets
-from ampwise.watch.graph_lines import GraphLines, call_before, is_of_torch, line_of
-from ampwise.watch.inspection import ARITHMETIC, AVERAGING, MOVING, saved_tensor
+from ampwise.watch.graph_lines import GraphLines, call_before, is_of_torch, line_of, nodes_before
+from ampwise.watch.inspection import ARITHMETIC, AVERAGING, MOVING, RECURRENT, saved_tensor
 from ampwise.watch.learning import CountedCalls, Learning
 from ampwise.watch.sample_axis import Along, operations_along, shape_of, signed
 from ampwise.watch.seen_targets import attention_on_targets
@@ -26,7 +26,6 @@ MOST_LABELS = 64  # of batches
 LEAST_SAMPLES = 4  # in a batch
 LONGEST = 32  # nodes from a loss to where it picks the right classes, and from a step of an RNN to the one before
 MOST_NODES = 3000  # among which RNNs and attention are searched for
-RECURRENT = ("MkldnnRnnLayerBackward", "CudnnRnnBackward", "MiopenRnnBackward")
 ATTENTION = ("ScaledDotProduct", "SafeSoftmax")  # the second one without a kernel that does all
 RNNS = ("LSTM", "GRU", "RNN")
 ATTENTIONS = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer", "Transformer")
@@ -121,7 +120,7 @@ def _after_loss(node: Any, batches: set[int]) -> dict[Any, str]:
 def _after_convolution(node: Any) -> dict[Any, str]:
     """Return RNNs and attention whose steps are the samples of a convolution before them, which come first in it."""
     found: dict[Any, str] = {}
-    for each in _nodes_before(node):
+    for each in nodes_before(node, MOST_NODES):
         axis = 2 if each.name().startswith(ATTENTION) else 0 if each.name().startswith(RECURRENT) else None
         shape = shape_of(each, 0)
         if axis is None or shape is None or not (kind := _sequence_along(Along(each, axis, shape))):
@@ -135,7 +134,7 @@ def _after_convolution(node: Any) -> dict[Any, str]:
 
 def _after_rnn(node: Any) -> dict[Any, str]:
     """Return a softmax over the sequences of an RNN, of several values for each of its steps: those are the classes."""
-    for each in _nodes_before(node):
+    for each in nodes_before(node, MOST_NODES):
         shape = shape_of(each, 0)
         if shape is None or len(shape) != 3 or not each.name().startswith(SOFTMAX) or min(shape) < 2:
             continue
@@ -151,18 +150,6 @@ def _axis_of_samples(rnn: Any) -> int:
     """Return which axis of what a layer of an RNN gives is that of its sequences."""
     is_first = getattr(rnn, "_saved_batch_first", False) and not rnn.name().startswith("Mkldnn")
     return 0 if is_first else 1
-
-
-def _nodes_before(node: Any) -> Iterator[Any]:
-    """Yield the nodes of a graph."""
-    pending, seen = [node], set[Any]()
-    while pending and len(seen) < MOST_NODES:
-        each = pending.pop()
-        if each is None or each in seen:
-            continue
-        seen.add(each)
-        yield each
-        pending += [before for before, _ in each.next_functions]
 
 
 def _sequence_along(along: Along) -> str:

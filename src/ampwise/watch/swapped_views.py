@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from ampwise.watch.graph_lines import graph_nodes
+from ampwise.watch.inspection import RECURRENT
 from ampwise.watch.sample_axis import PER_ELEMENT, RESHAPING, shape_of, signed
 
 __all__ = ["swapping_views"]
 
 LONGEST = 32  # nodes from a view back to a layer
 VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward")
-RECURRENT = ("MkldnnRnnLayerBackward", "CudnnRnnBackward", "MiopenRnnBackward")
 LINEAR = ("AddmmBackward", "MmBackward")
 LAYERS = tuple(f"{kind}Backward" for kind in ("Embedding", "Convolution", "NativeLayerNorm", "NativeBatchNorm"))
 CHANNELS_FIRST = ("ConvolutionBackward", "NativeBatchNormBackward", "CudnnBatchNormBackward", "Upsample")
