@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from benchmarks.harness import Result, note
 
@@ -80,7 +81,12 @@ def _median(here: Path, prefix: Sequence[str], options: Sequence[str]) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="a checkout of nanoGPT")
-    measured(parser.parse_args(arguments).folder).publish()
+    folder = parser.parse_args(arguments).folder
+    if missing := [name for name in FILES if not (folder / name).is_file()]:
+        parser.error(f"{folder} has no {missing[0]}: give a checkout of github.com/karpathy/nanoGPT")
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA device")
+    measured(folder).publish()
 
 
 if __name__ == "__main__":
